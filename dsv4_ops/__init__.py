@@ -1,0 +1,36 @@
+"""Custom ops and graph passes that make DeepSeek-V4 sparse MLA decode right under torch.compile and CUDA graphs.
+
+Importing registers ``torch.ops.dsv4_ops.*`` and does nothing else: no CUDA context, no Triton, no FlashInfer.
+"""
+
+from __future__ import annotations
+
+import os as _os
+
+from . import _registry
+from ._checks import NULL_BLOCK, PAD_SLOT_ID
+from ._version import __version__
+
+_registry.load_compiled()
+
+from .context_lens import mtp_context_lens  # noqa: E402
+
+_registry.seal()
+
+
+loaded = _registry.loaded
+skipped = _registry.skipped
+
+__all__ = [
+    "NULL_BLOCK",
+    "PAD_SLOT_ID",
+    "__version__",
+    "loaded",
+    "mtp_context_lens",
+    "skipped",
+]
+
+# `passes/` stands beside this package in a checkout and inside it when installed: both import as dsv4_ops.passes.
+_here = _os.path.dirname(_os.path.abspath(__file__))
+if not _os.path.isdir(_os.path.join(_here, "passes")) and _os.path.isfile(_os.path.join(_os.path.dirname(_here), "passes", "__init__.py")):
+    __path__.append(_os.path.dirname(_here))

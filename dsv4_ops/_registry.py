@@ -1,0 +1,311 @@
+"""The only place that defines ops: schema, fake, reference, back ends, samples.
+
+A contract file calls :func:`define` once an op, above its public function, and :meth:`Op.implement` once, at its end.
+``define`` without ``implement`` makes ``import dsv4_ops`` fail (:func:`seal`), and ``implement`` refuses an op
+without fake, reference, samples, sized inputs or bad inputs. So every op has its opcheck, reference, capture/replay
+and bad-input tests by construction: ``tests/`` iterates over :func:`ops`.
+
+Where a kernel comes from, for one dispatch key, first match wins:
+
+====  ==========================================================================================
+CPU   C++ of ``dsv4_ops._C`` when loaded and it has this op; else ``torch_impl``, else ``reference``
+CUDA  C++ of ``dsv4_ops._C_cuda``; else ``triton`` when Triton is there; else as on CPU
+====  ==========================================================================================
+
+``torch_impl`` is vectorized PyTorch that runs on any device and never synchronizes; ``reference`` is the plain
+definition that everything is compared with. Python back ends check their arguments inside the kernel; for C++ ones
+the check runs in :meth:`Op.__call__` (C++ checks again what memory safety needs).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import _checks, envs
+from .errors import ArgumentError, ArgumentShapeError, BuildError, GradientError
+
+__all__ = ["BadInput", "Op", "Sample", "define", "loaded", "ops", "seal", "skipped"]
+
+NAMESPACE = "dsv4_ops"
+logger = logging.getLogger(NAMESPACE)
+_library = torch.library.Library(NAMESPACE, "DEF")
+_ops: dict[str, Op] = {}
+
+loaded: list[str] = []
+"""Compiled parts that are in use."""
+skipped: dict[str, str] = {}
+"""Compiled parts that are not, each with its reason."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One valid call of an op. ``label`` says what is special about it."""
+
+    label: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """One call that must be refused with ``error``, whose text contains ``match``."""
+
+    label: str
+    args: tuple[Any, ...]
+    error: type[Exception]
+    match: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Op:
+    """One op of ``torch.ops.dsv4_ops``: what tests, doctor, bench and docs need to know of it."""
+
+    name: str
+    schema: str
+    family: str
+    graph_safe: bool
+    graph_note: str
+    out_names: tuple[str, ...]
+    check: Callable[..., None] = None  # type: ignore[assignment]
+    reference: Callable[..., Any] = None  # type: ignore[assignment]
+    fake: Callable[..., Any] = None  # type: ignore[assignment]
+    samples: Callable[..., Iterator[Sample]] = None  # type: ignore[assignment]
+    sized: Callable[..., Sample] = None  # type: ignore[assignment]
+    bad_inputs: Callable[..., Iterator[BadInput]] = None  # type: ignore[assignment]
+    backends: dict[str, str] = field(default_factory=dict)
+    """Device type -> which implementation serves it ("reference", "torch", "c++", "triton", ...)."""
+    has_triton: bool = False
+    cpp: frozenset[str] = frozenset()
+    """Device types whose kernel is C++ (those do not run the Python check themselves)."""
+
+    @property
+    def overload(self) -> Any:
+        return getattr(torch.ops.dsv4_ops, self.name).default
+
+    @property
+    def out_overload(self) -> Any:
+        """The out form, or None where the op has none."""
+        return getattr(torch.ops.dsv4_ops, self.name).out if self.out_names else None
+
+    @property
+    def mutates(self) -> tuple[str, ...]:
+        """Names of the arguments that the functional op writes."""
+        return tuple(a.name for a in self.overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            if self.cpp and _device_of(args, kwargs) in self.cpp:
+                self._guard(*args, **kwargs)
+            if envs.trace():
+                _log_call(self, args, kwargs)
+        return self.overload(*args, **kwargs)
+
+    def _guard(self, *args: Any, **kwargs: Any) -> None:
+        _refuse_grad(self.name, args, kwargs)
+        self.check(*args, **kwargs)
+
+    def implement(
+        self,
+        *,
+        check: Callable[..., None],
+        reference: Callable[..., Any],
+        fake: Callable[..., Any],
+        samples: Callable[..., Iterator[Sample]],
+        sized: Callable[..., Sample],
+        bad_inputs: Callable[..., Iterator[BadInput]],
+        torch_impl: Callable[..., Any] | None = None,
+        triton: Callable[..., Any] | None = None,
+    ) -> None:
+        """Register everything the op needs. Call once, at the end of its contract file.
+
+        ``check``, ``reference``, ``fake``, ``torch_impl`` and ``triton`` take the arguments of the schema, by the
+        same names and defaults. ``samples(device, seed=0)`` yields valid calls, edge rows included; another seed
+        changes values, never shapes or labels. ``sized(device, n, seed=0)`` is a typical call with ``n`` rows (tokens
+        or requests), for dynamic shapes and benchmarks. ``bad_inputs(device)`` yields refused calls.
+        """
+        if self.reference is not None:
+            raise RuntimeError(f"{self.name} is implemented twice.")
+        given = {"check": check, "reference": reference, "fake": fake, "samples": samples, "sized": sized, "bad_inputs": bad_inputs}
+        missing = [name for name, value in given.items() if not callable(value)]
+        if missing:
+            raise RuntimeError(f"op {self.name} cannot be registered without {', '.join(missing)}: see CONTRIBUTING.md, 'add an op in eight blocks'.")
+        for role, function in (("check", check), ("reference", reference), ("fake", fake), ("torch_impl", torch_impl), ("triton", triton)):
+            if function is not None:
+                _same_signature(self, role, function)
+        self.check, self.reference, self.fake = check, reference, fake
+        self.samples, self.sized, self.bad_inputs = samples, sized, bad_inputs
+        self.has_triton = triton is not None
+
+        def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+            def kernel(*args: Any, **kwargs: Any) -> Any:
+                self._guard(*args, **kwargs)
+                return function(*args, **kwargs)
+
+            return kernel
+
+        qualified = f"{NAMESPACE}::{self.name}"
+        general, source = (torch_impl, "torch") if torch_impl is not None else (reference, "reference")
+        _library.impl(self.name, guarded(general), "CompositeExplicitAutograd")
+        self.backends = {"cpu": source, "cuda": source}
+        if triton is not None and importlib.util.find_spec("triton") is not None and not _has_kernel(qualified, "CUDA"):
+            _library.impl(self.name, guarded(triton), "CUDA")
+            self.backends["cuda"] = "triton"
+        compiled = {device for device, key in (("cpu", "CPU"), ("cuda", "CUDA")) if self.backends[device] != "triton" and _has_kernel(qualified, key)}
+        self.backends.update(dict.fromkeys(compiled, "c++"))
+        self.cpp = frozenset(compiled)
+        torch.library.register_fake(qualified, guarded(fake), lib=_library)
+        if self.out_names:
+            self._implement_out()
+
+    def _implement_out(self) -> None:
+        """The out form: computes by the functional op, then copies into the caller's buffers (any strides)."""
+        name, out_names = f"{self.name}.out", self.out_names
+
+        def outputs(kwargs: dict[str, Any]) -> list[torch.Tensor]:
+            return [kwargs.pop(n) for n in out_names]
+
+        def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
+            return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+        def checked(outs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+            for n, out, result in zip(out_names, outs, results, strict=True):
+                where = f"{self.name} (out form)"
+                _checks.tensor(where, n, out, (result.dtype,), result.dim())
+                if out.shape != result.shape:
+                    raise ArgumentShapeError(where, n, f"of shape {list(result.shape)}", f"shape {list(out.shape)}")
+                _checks.same_device(where, **{"the inputs": result, n: out})
+
+        def fake(*args: Any, **kwargs: Any) -> None:
+            outs = outputs(kwargs)
+            checked(outs, as_tuple(self.fake(*args, **kwargs)))
+
+        def kernel(*args: Any, **kwargs: Any) -> None:
+            outs = outputs(kwargs)
+            inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            for i, out in enumerate(outs):
+                if any(_overlap(out, other) for other in (*inputs, *outs[:i])):
+                    raise ArgumentError(f"{self.name} (out form)", out_names[i], "a buffer of its own", "memory that overlaps another argument")
+            results = as_tuple(self(*args, **kwargs))
+            checked(outs, results)
+            for out, result in zip(outs, results, strict=True):
+                out.copy_(result)
+
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+def define(schema: str, *, out: Sequence[str] = (), graph_safe: bool = True, graph_note: str = "", tags: Sequence[torch.Tag] = ()) -> Op:
+    """Define an op of this package from its schema, e.g. ``"f(Tensor x, int k, *, int lane=-1) -> Tensor"``.
+
+    ``out`` names the outputs that get an out form (overload ``out``), which returns nothing and writes these keyword
+    arguments. ``graph_safe`` tells whether the CUDA path may be captured in a CUDA graph; ``graph_note`` says why not.
+    """
+    name = schema.split("(", 1)[0].strip()
+    if name in _ops:
+        raise RuntimeError(f"{name} is defined twice.")
+    caller = inspect.currentframe()
+    module = caller.f_back.f_globals.get("__name__", "") if caller is not None and caller.f_back is not None else ""
+    _library.define(schema, tags=tuple(tags))
+    if out:
+        _library.define(_out_schema(schema, out), tags=tuple(tags))
+    op = Op(name, schema, module.rsplit(".", 1)[-1], graph_safe, graph_note, tuple(out))
+    _ops[name] = op
+    return op
+
+
+def ops() -> list[Op]:
+    """All ops, by family then by name."""
+    return sorted(_ops.values(), key=lambda op: (op.family, op.name))
+
+
+def seal() -> None:
+    """Fail when an op was defined but never implemented. Runs at the end of ``import dsv4_ops``."""
+    unfinished = [op.name for op in _ops.values() if op.reference is None]
+    if unfinished:
+        raise RuntimeError(f"defined but not implemented (Op.implement was not called): {', '.join(sorted(unfinished))}")
+
+
+def load_compiled() -> None:
+    """Load the compiled parts, if they are there. They register kernels only, never schemas."""
+    for name, wanted in (("_C", True), ("_C_cuda", torch.version.cuda is not None)):
+        if envs.disable_c():
+            skipped[name] = "DSV4_OPS_DISABLE_C is set"
+        elif not wanted:
+            skipped[name] = f"torch {torch.__version__} is a CPU build"
+        elif importlib.util.find_spec(f"{NAMESPACE}.{name}") is None:
+            skipped[name] = "not built: install with a C++ compiler" + (" and nvcc" if name == "_C_cuda" else "") + " (DSV4_OPS_BUILD=require shows why a build fails)"
+        else:
+            try:
+                importlib.import_module(f"{NAMESPACE}.{name}")
+                loaded.append(name)
+            except (ImportError, OSError) as error:
+                skipped[name] = str(BuildError(f"found but does not load with torch {torch.__version__}: {error}"))
+
+
+def _out_schema(schema: str, outs: Sequence[str]) -> str:
+    head, _ = schema.rsplit("->", 1)
+    name, arguments = head.strip().split("(", 1)
+    arguments = arguments.rstrip().removesuffix(")")
+    star = "" if re.search(r"(^|,)\s*\*\s*,", arguments) else "*, "
+    extra = ", ".join(f"Tensor({chr(ord('m') + i)}!) {n}" for i, n in enumerate(outs))
+    return f"{name.strip()}.out({arguments}, {star}{extra}) -> ()"
+
+
+def _same_signature(op: Op, role: str, function: Callable[..., Any]) -> None:
+    expected = [(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty) for a in op.overload._schema.arguments]
+    actual = [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+    if expected != actual:
+        raise RuntimeError(f"{role} of op {op.name} must take the arguments of its schema with the same defaults.\n  schema: {expected}\n  {role}: {actual}")
+
+
+def _has_kernel(qualified: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key))
+
+
+def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    return next((value.device.type for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), "cpu")
+
+
+def _refuse_grad(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in (*args, *kwargs.values())):
+        raise GradientError(name)
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
+        return False
+
+    def extent(t: torch.Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+    (a0, a1), (b0, b1) = extent(a), extent(b)
+    if a0 >= b1 or b0 >= a1:
+        return False
+    # Interleaved views of one buffer (two column ranges of the same rows) meet in extent but share no element.
+    return not (a.stride() == b.stride() and a.dim() == 2 and _disjoint_columns(a, b))
+
+
+def _disjoint_columns(a: torch.Tensor, b: torch.Tensor) -> bool:
+    pitch = a.stride(0) * a.element_size()
+    width_a, width_b = (t.shape[1] * t.stride(1) * t.element_size() for t in (a, b))
+    offset = (b.data_ptr() - a.data_ptr()) % pitch if pitch else 0
+    return pitch > 0 and offset >= width_a and offset + width_b <= pitch
+
+
+def _log_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def show(value: Any) -> str:
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+    shown = [show(a) for a in args] + [f"{k}={show(v)}" for k, v in kwargs.items()]
+    logger.warning("%s(%s) on %s", op.name, ", ".join(shown), op.backends.get(_device_of(args, kwargs), "reference"))

@@ -1,0 +1,1 @@
+"""Triton kernels, one file a family; imported on the first CUDA call, never with the package."""

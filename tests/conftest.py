@@ -1,0 +1,31 @@
+"""Fixtures and the list of skips, which CI prints and counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(min(torch.get_num_threads(), 2))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reasons: dict[str, int] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason] = reasons.get(reason, 0) + 1
+    if reasons:
+        terminalreporter.write_line("skips by reason:")
+        for reason, count in sorted(reasons.items()):
+            terminalreporter.write_line(f"  {count:4d}  {reason}")

@@ -1,0 +1,1 @@
+"""Measurements that a GPU machine repeats with ``bash benchmarks/gpu.sh``."""

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Everything that a GPU machine shows, by one command: bash benchmarks/gpu.sh [TOPIC ...]
+#
+# Builds in place with the interpreter named by PYTHON (default python3), runs the topics (default: all) and writes
+# benchmarks/results/<gpu>/<topic>.json. RESULTS_DIR writes elsewhere, PEERS_DIR names a folder with peers to measure beside.
+# Topics: tests.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PYTHON="${PYTHON:-python3}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export CC="${CC:-/usr/bin/gcc}" CXX="${CXX:-/usr/bin/g++}"
+"$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device: this script measures a GPU"'
+
+DSV4_OPS_BUILD=require "$PYTHON" setup.py -q build_ext --inplace
+for topic in "${@:-tests}"; do
+    "$PYTHON" -m benchmarks."$topic"
+done
+echo "wall time: ${SECONDS} s"

@@ -1,0 +1,55 @@
+"""Where results go and what stands at their head: machine, versions, commit, command."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def gpu_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def folder() -> Path:
+    """``benchmarks/results/<gpu>``, the GPU's name shortened: ``NVIDIA H200`` is ``h200``."""
+    short = re.sub(r"[^a-z0-9]+", "-", gpu_name().lower().replace("nvidia", "")).strip("-")
+    path = Path(os.environ.get("RESULTS_DIR", ROOT / "benchmarks" / "results")) / short
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def commit() -> str:
+    """The commit of the checkout, or what COMMIT says where the checkout came without its history."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else os.environ.get("COMMIT", "unknown")
+
+
+def environment() -> dict[str, Any]:
+    env: dict[str, Any] = {"gpu": gpu_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]}
+    try:
+        import triton
+
+        env["triton"] = triton.__version__
+    except ImportError:
+        env["triton"] = None
+    done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False) if torch.cuda.is_available() else None
+    env["driver"] = done.stdout.strip().splitlines()[0] if done is not None and done.returncode == 0 else None
+    return env
+
+
+def write(topic: str, **content: Any) -> Path:
+    path = folder() / f"{topic}.json"
+    head = {"topic": topic, "command": f"bash benchmarks/gpu.sh {topic}", "commit": commit(), "date": datetime.date.today().isoformat(), "env": environment()}
+    path.write_text(json.dumps({**head, **content}, indent=1) + "\n")
+    print(f"wrote {path}")
+    return path

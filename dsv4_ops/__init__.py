@@ -14,6 +14,7 @@ from ._version import __version__
 _registry.load_compiled()
 
 from .context_lens import mtp_context_lens  # noqa: E402
+from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
 
 _registry.seal()
 
@@ -25,8 +26,13 @@ __all__ = [
     "NULL_BLOCK",
     "PAD_SLOT_ID",
     "__version__",
+    "kv_cache_gather",
+    "kv_cache_insert",
+    "kv_page_bytes",
+    "kv_page_offsets",
     "loaded",
     "mtp_context_lens",
+    "new_kv_cache",
     "skipped",
 ]
 

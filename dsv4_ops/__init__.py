@@ -15,6 +15,7 @@ _registry.load_compiled()
 
 from .context_lens import mtp_context_lens  # noqa: E402
 from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
+from .sparse_decode import sparse_mla_decode  # noqa: E402
 
 _registry.seal()
 
@@ -34,6 +35,7 @@ __all__ = [
     "mtp_context_lens",
     "new_kv_cache",
     "skipped",
+    "sparse_mla_decode",
 ]
 
 # `passes/` stands beside this package in a checkout and inside it when installed: both import as dsv4_ops.passes.

@@ -16,6 +16,7 @@ _registry.load_compiled()
 from .context_lens import mtp_context_lens  # noqa: E402
 from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
 from .sparse_decode import sparse_mla_decode  # noqa: E402
+from .topk import topk, topk_merge, topk_values  # noqa: E402
 
 _registry.seal()
 
@@ -36,6 +37,9 @@ __all__ = [
     "new_kv_cache",
     "skipped",
     "sparse_mla_decode",
+    "topk",
+    "topk_merge",
+    "topk_values",
 ]
 
 # `passes/` stands beside this package in a checkout and inside it when installed: both import as dsv4_ops.passes.

@@ -1,0 +1,229 @@
+// Row-wise top-k on the CPU: an exact radix selection whose cost does not depend on the scores.
+//
+// A score becomes an unsigned key of the same order (-0 and +0 share one; NaN gets 0, below every number). Histograms of
+// the key's digits, highest first, find the k-th largest key T; a last pass lists, in column order, every column above T
+// and the first columns equal to T. No step branches on a score: each column costs the same in any row, and scratch is
+// one fixed block a thread. Rows are independent and each is handled by one thread, so the result has one value.
+#include "checks.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace dsv4_ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+struct Digit {
+  int shift;
+  int bits;
+};
+
+struct Float32 {
+  using Bits = uint32_t;
+  static constexpr Bits sign = 0x80000000u, infinity = 0x7f800000u, minus_infinity = 0xff800000u;
+  static constexpr std::array<Digit, 3> digits{{{21, 11}, {10, 11}, {0, 10}}};
+};
+
+struct BFloat16 {
+  using Bits = uint16_t;
+  static constexpr Bits sign = 0x8000u, infinity = 0x7f80u, minus_infinity = 0xff80u;
+  static constexpr std::array<Digit, 2> digits{{{5, 11}, {0, 5}}};
+};
+
+constexpr int kBins = 1 << 11;
+// Neighbouring columns count into different histograms: increments of one counter wait for each other, so equal scores
+// would cost several times as much as different ones.
+constexpr int kCopies = 4;
+constexpr int64_t kBlock = 1024;
+
+struct Scratch {
+  explicit Scratch(int64_t k) : selected(k + 1) {}
+
+  alignas(64) std::array<std::array<uint32_t, kBins>, kCopies> counts;
+  alignas(64) std::array<uint32_t, kBlock> keys;
+  std::vector<int32_t> selected;  // one more than k: the last pass writes before it knows whether the column counts
+};
+
+template <class Format>
+inline uint32_t key_of(typename Format::Bits raw) {
+  using Bits = typename Format::Bits;
+  const Bits magnitude = raw & static_cast<Bits>(~Format::sign);
+  const Bits ordered = (raw & Format::sign) && magnitude ? static_cast<Bits>(~raw) : static_cast<Bits>(magnitude | Format::sign);
+  return magnitude > Format::infinity ? 0u : ordered;
+}
+
+// Calls `use(keys, first column, count)` for each block of at most kBlock columns.
+template <class Format, class Use>
+void for_each_block(const typename Format::Bits* row, int64_t columns, Scratch& scratch, const Use& use) {
+  for (int64_t first = 0; first < columns; first += kBlock) {
+    const int64_t count = std::min(kBlock, columns - first);
+    uint32_t* keys = scratch.keys.data();
+    for (int64_t i = 0; i < count; ++i) keys[i] = key_of<Format>(row[first + i]);
+    use(keys, first, count);
+  }
+}
+
+// Histogram of one digit over the keys that agree with `prefix` above it; the sums end up in copy 0.
+template <class Format>
+void count_digit(const typename Format::Bits* row, int64_t columns, Digit digit, uint32_t prefix, Scratch& scratch) {
+  const int bins = 1 << digit.bits, above = digit.shift + digit.bits;
+  const uint32_t mask = static_cast<uint32_t>(bins - 1);
+  for (auto& copy : scratch.counts) std::fill_n(copy.begin(), bins, 0u);
+  const auto add = [&](uint32_t key, int copy) {
+    // 64-bit: the first digit has nothing above it, and a shift by the whole width is undefined.
+    const uint32_t agrees = (static_cast<uint64_t>(key) >> above) == prefix;
+    scratch.counts[copy][(key >> digit.shift) & mask] += agrees;
+  };
+  for_each_block<Format>(row, columns, scratch, [&](const uint32_t* keys, int64_t, int64_t count) {
+    int64_t i = 0;
+    for (; i + kCopies <= count; i += kCopies) {
+      add(keys[i], 0);
+      add(keys[i + 1], 1);
+      add(keys[i + 2], 2);
+      add(keys[i + 3], 3);
+    }
+    for (; i < count; ++i) add(keys[i], 0);
+  });
+  for (int bin = 0; bin < bins; ++bin) {
+    scratch.counts[0][bin] += scratch.counts[1][bin] + scratch.counts[2][bin] + scratch.counts[3][bin];
+  }
+}
+
+struct Threshold {
+  uint32_t key = 0;   // columns above it are selected
+  int64_t equal = 0;  // and so many, the first ones, that are equal to it
+};
+
+template <class Format>
+Threshold find_threshold(const typename Format::Bits* row, int64_t columns, int64_t k, Scratch& scratch) {
+  Threshold threshold;
+  if (columns <= k) return threshold;  // key 0 is NaN alone: everything else is above it
+  int64_t wanted = k;
+  for (std::size_t d = 0; d < Format::digits.size(); ++d) {
+    const Digit digit = Format::digits[d];
+    count_digit<Format>(row, columns, digit, threshold.key, scratch);
+    // No number's key has 0 as its first digit, so bin 0 holds the NaNs.
+    if (d == 0 && columns - scratch.counts[0][0] <= k) return Threshold{};
+    int bin = (1 << digit.bits) - 1;
+    while (bin > 0 && scratch.counts[0][bin] < wanted) wanted -= scratch.counts[0][bin--];
+    threshold.key = (threshold.key << digit.bits) | static_cast<uint32_t>(bin);
+  }
+  threshold.equal = wanted;
+  return threshold;
+}
+
+// Writes the selected columns, ascending, and returns their number.
+template <class Format>
+int64_t select(const typename Format::Bits* row, int64_t columns, int64_t k, Scratch& scratch) {
+  const Threshold threshold = find_threshold<Format>(row, columns, k, scratch);
+  int32_t* selected = scratch.selected.data();
+  int64_t found = 0, equal_left = threshold.equal;
+  for_each_block<Format>(row, columns, scratch, [&](const uint32_t* keys, int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t above = keys[i] > threshold.key, equal = (keys[i] == threshold.key) & (equal_left > 0);
+      selected[found] = static_cast<int32_t>(first + i);
+      found += above + equal;
+      equal_left -= equal;
+    }
+  });
+  return found;
+}
+
+struct Lengths {
+  const void* data;
+  bool wide;
+  int64_t count, inner, outer_stride, inner_stride;
+
+  explicit Lengths(const Tensor& lengths)
+      : data(lengths.const_data_ptr()),
+        wide(lengths.scalar_type() == ScalarType::Long),
+        count(lengths.numel()),
+        inner(lengths.size(lengths.dim() - 1)),
+        outer_stride(lengths.dim() == 2 ? lengths.stride(0) : 0),
+        inner_stride(lengths.stride(lengths.dim() - 1)) {}
+
+  int64_t operator[](int64_t row) const {
+    if (row >= count) return 0;
+    const int64_t offset = row / inner * outer_stride + row % inner * inner_stride;
+    return wide ? static_cast<const int64_t*>(data)[offset] : static_cast<const int32_t*>(data)[offset];
+  }
+};
+
+template <class Format>
+void run(const Tensor& logits, const Tensor& lengths_tensor, int64_t k, int64_t limit, Tensor& indices, Tensor* values) {
+  using Bits = typename Format::Bits;
+  const int64_t rows = logits.size(0), row_stride = logits.stride(0);
+  const Lengths lengths(lengths_tensor);
+  const Bits* scores = static_cast<const Bits*>(logits.const_data_ptr());
+  int32_t* index_out = static_cast<int32_t*>(indices.mutable_data_ptr());
+  Bits* value_out = values ? static_cast<Bits*>(values->mutable_data_ptr()) : nullptr;
+  torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    const auto scratch = std::make_unique<Scratch>(k);
+    for (int64_t i = begin; i < end; ++i) {
+      const Bits* row = scores + i * row_stride;
+      const int64_t length = std::clamp<int64_t>(lengths[i], 0, limit);
+      const int64_t found = select<Format>(row, length, k, *scratch);
+      std::copy_n(scratch->selected.begin(), found, index_out + i * k);
+      std::fill_n(index_out + i * k + found, k - found, -1);
+      if (value_out) {
+        for (int64_t j = 0; j < found; ++j) value_out[i * k + j] = row[scratch->selected[j]];
+        std::fill_n(value_out + i * k + found, k - found, Format::minus_infinity);
+      }
+    }
+  });
+}
+
+void dispatch(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, Tensor& indices, Tensor* values) {
+  const int64_t limit = max_seq_len ? std::min(logits.size(1), *max_seq_len) : logits.size(1);
+  if (logits.scalar_type() == ScalarType::Float) {
+    run<Float32>(logits, lengths, k, limit, indices, values);
+  } else {
+    DSV4_CHECK(logits.scalar_type() == ScalarType::BFloat16, op, ": logits must be float32 or bfloat16");
+    run<BFloat16>(logits, lengths, k, limit, indices, values);
+  }
+}
+
+void check(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len) {
+  check_cpu(op, "logits", logits);
+  check_cpu(op, "lengths", lengths);
+  DSV4_CHECK(logits.dim() == 2, op, ": logits must be 2-dimensional, got ", logits.dim(), " dimensions");
+  check_dense_last(op, "logits", logits);
+  DSV4_CHECK(logits.size(1) <= std::numeric_limits<int32_t>::max(), op, ": logits must have less than 2**31 columns, got ", logits.size(1));
+  check_index(op, "lengths", lengths);
+  DSV4_CHECK(lengths.dim() == 1 || lengths.dim() == 2, op, ": lengths must be 1- or 2-dimensional, got ", lengths.dim(), " dimensions");
+  DSV4_CHECK(lengths.numel() <= logits.size(0), op, ": lengths must have at most ", logits.size(0), " entries, one for each row of logits, got ", lengths.numel());
+  DSV4_CHECK(k >= 1 && k <= 4096, op, ": k must be between 1 and 4096, got ", k);
+  DSV4_CHECK(!max_seq_len || *max_seq_len >= 0, op, ": max_seq_len must be at least 0, got ", max_seq_len.value_or(0));
+}
+
+}  // namespace
+
+// Scratch is the thread's own, so the lane has nothing to choose.
+Tensor topk_cpu(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t /*lane*/) {
+  check("topk", logits, lengths, k, max_seq_len);
+  Tensor indices = torch::stable::new_empty(logits, {logits.size(0), k}, ScalarType::Int);
+  dispatch("topk", logits, lengths, k, max_seq_len, indices, nullptr);
+  return indices;
+}
+
+std::tuple<Tensor, Tensor> topk_values_cpu(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t /*lane*/) {
+  check("topk_values", logits, lengths, k, max_seq_len);
+  Tensor indices = torch::stable::new_empty(logits, {logits.size(0), k}, ScalarType::Int);
+  Tensor values = torch::stable::new_empty(logits, {logits.size(0), k});
+  dispatch("topk_values", logits, lengths, k, max_seq_len, indices, &values);
+  return {std::move(values), std::move(indices)};
+}
+
+}  // namespace dsv4_ops

@@ -17,6 +17,14 @@ from .context_lens import mtp_context_lens  # noqa: E402
 from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
 from .sparse_decode import sparse_mla_decode  # noqa: E402
 from .topk import topk, topk_merge, topk_values  # noqa: E402
+from .workspace import (  # noqa: E402
+    WorkspaceManager,
+    current_lane,
+    num_workspace_lanes,
+    use_workspace_lane,
+    use_workspace_ubatch,
+    workspace_manager,
+)
 
 _registry.seal()
 
@@ -27,7 +35,9 @@ skipped = _registry.skipped
 __all__ = [
     "NULL_BLOCK",
     "PAD_SLOT_ID",
+    "WorkspaceManager",
     "__version__",
+    "current_lane",
     "kv_cache_gather",
     "kv_cache_insert",
     "kv_page_bytes",
@@ -35,11 +45,15 @@ __all__ = [
     "loaded",
     "mtp_context_lens",
     "new_kv_cache",
+    "num_workspace_lanes",
     "skipped",
     "sparse_mla_decode",
     "topk",
     "topk_merge",
     "topk_values",
+    "use_workspace_lane",
+    "use_workspace_ubatch",
+    "workspace_manager",
 ]
 
 # `passes/` stands beside this package in a checkout and inside it when installed: both import as dsv4_ops.passes.

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import BaseError, CCompilerError
 
 ROOT = Path(__file__).resolve().parent
@@ -168,12 +169,12 @@ def cuda_part(torch: Path, torch_cuda: str | None, forced: bool) -> Extension:
     return extension
 
 
-def plan() -> tuple[list[Extension], dict[str, str], bool]:
-    """The parts to build, the ones left out with their reasons, and whether a failure ends the build."""
+def plan() -> tuple[list[Extension], dict[str, str]]:
+    """The parts to build, and the ones left out with their reasons."""
     build = setting("DSV4_OPS_BUILD", "auto", ("auto", "require", "none"))
     cuda = setting("DSV4_OPS_CUDA", "auto", ("auto", "1", "0"))
     if build == "none":
-        return [], dict.fromkeys(("_C", "_C_cuda"), "built with DSV4_OPS_BUILD=none"), False
+        return [], dict.fromkeys(("_C", "_C_cuda"), "built with DSV4_OPS_BUILD=none")
     parts: list[Extension] = []
     missing: dict[str, str] = {}
     try:
@@ -195,24 +196,32 @@ def plan() -> tuple[list[Extension], dict[str, str], bool]:
         sys.exit(f"DSV4_OPS_CUDA=1, but _C_cuda cannot be built: {missing['_C_cuda']}.")
     for part in parts:
         part.optional = build != "require" and not (cuda == "1" and part.name.endswith("_cuda"))
-    return parts, missing, build == "require"
+    return parts, missing
 
 
-PARTS, MISSING, REQUIRED = plan()
+PARTS, MISSING = plan()
 
 
-class BuildParts(build_ext):
-    """build_ext that runs nvcc for the CUDA part and writes down what was left out."""
+def write_report(build_lib: str, in_source: bool) -> None:
+    for folder in [Path(build_lib) / "dsv4_ops", *([ROOT / "dsv4_ops"] if in_source else [])]:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / REPORT).write_text(json.dumps({"missing": MISSING}, indent=1) + "\n")
+
+
+class BuildPython(build_py):
+    """build_py that says what was left out: without any part to build, build_ext does not run."""
 
     def run(self) -> None:
         super().run()
-        self.report(Path(self.build_lib) / "dsv4_ops")
-        if self.inplace or self.editable_mode:
-            self.report(ROOT / "dsv4_ops")
+        write_report(self.build_lib, self.editable_mode)
 
-    def report(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / REPORT).write_text(json.dumps({"missing": MISSING}, indent=1) + "\n")
+
+class BuildParts(build_ext):
+    """build_ext that runs nvcc for the CUDA part and says what was left out."""
+
+    def run(self) -> None:
+        super().run()
+        write_report(self.build_lib, self.inplace or self.editable_mode)
 
     def get_outputs(self) -> list[str]:
         return [*super().get_outputs(), str(Path(self.build_lib) / "dsv4_ops" / REPORT)]
@@ -247,7 +256,7 @@ if not PARTS:
 
 setup(
     ext_modules=PARTS,
-    cmdclass={"build_ext": BuildParts},
+    cmdclass={"build_py": BuildPython, "build_ext": BuildParts},
     # A wheel without libraries is for any machine; the tag says so.
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if PARTS else {},
 )

@@ -12,6 +12,9 @@ CPU   C++ of ``dsv4_ops._C`` when loaded and it has this op; else ``torch_impl``
 CUDA  C++ of ``dsv4_ops._C_cuda``; else ``triton`` when Triton is there; else as on CPU
 ====  ==========================================================================================
 
+An op names the devices that it has C++ kernels for (``cpp=``): where one is missing, the first call that would have
+used it warns, with the reason.
+
 ``torch_impl`` is vectorized PyTorch that runs on any device and never synchronizes; ``reference`` is the plain
 definition that everything is compared with. Python back ends check their arguments inside the kernel; for C++ ones
 the check runs in :meth:`Op.__call__` (C++ checks again what memory safety needs).
@@ -22,8 +25,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import logging
+import pathlib
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +93,8 @@ class Op:
     has_triton: bool = False
     cpp: frozenset[str] = frozenset()
     """Device types whose kernel is C++ (those do not run the Python check themselves)."""
+    cpp_missing: frozenset[str] = frozenset()
+    """Device types that have a C++ kernel in the sources, but not in what is loaded."""
 
     @property
     def overload(self) -> Any:
@@ -125,13 +133,15 @@ class Op:
         bad_inputs: Callable[..., Iterator[BadInput]],
         torch_impl: Callable[..., Any] | None = None,
         triton: Callable[..., Any] | None = None,
+        cpp: Sequence[str] = (),
     ) -> None:
         """Register everything the op needs. Call once, at the end of its contract file.
 
         ``check``, ``reference``, ``fake``, ``torch_impl`` and ``triton`` take the arguments of the schema, by the
         same names and defaults. ``samples(device, seed=0)`` yields valid calls, edge rows included; another seed
         changes values, never shapes or labels. ``sized(device, n, seed=0)`` is a typical call with ``n`` rows (tokens
-        or requests), for dynamic shapes and benchmarks. ``bad_inputs(device)`` yields refused calls.
+        or requests), for dynamic shapes and benchmarks. ``bad_inputs(device)`` yields refused calls. ``cpp`` names the
+        device types ("cpu", "cuda") that csrc/ has a kernel of this op for.
         """
         if self.reference is not None:
             raise RuntimeError(f"{self.name} is implemented twice.")
@@ -153,9 +163,17 @@ class Op:
 
             return kernel
 
+        def fallback(function: Callable[..., Any]) -> Callable[..., Any]:
+            def kernel(*args: Any, **kwargs: Any) -> Any:
+                if self.cpp_missing and (device := _device_of(args, kwargs)) in self.cpp_missing:
+                    _warn_fallback(self.name, device)
+                return function(*args, **kwargs)
+
+            return guarded(kernel)
+
         qualified = f"{NAMESPACE}::{self.name}"
         general, source = (torch_impl, "torch") if torch_impl is not None else (reference, "reference")
-        _library.impl(self.name, guarded(general), "CompositeExplicitAutograd")
+        _library.impl(self.name, fallback(general), "CompositeExplicitAutograd")
         self.backends = {"cpu": source, "cuda": source}
         if triton is not None and importlib.util.find_spec("triton") is not None and not _has_kernel(qualified, "CUDA"):
             _library.impl(self.name, guarded(triton), "CUDA")
@@ -163,6 +181,7 @@ class Op:
         compiled = {device for device, key in (("cpu", "CPU"), ("cuda", "CUDA")) if self.backends[device] != "triton" and _has_kernel(qualified, key)}
         self.backends.update(dict.fromkeys(compiled, "c++"))
         self.cpp = frozenset(compiled)
+        self.cpp_missing = frozenset(cpp) - self.cpp
         torch.library.register_fake(qualified, guarded(fake), lib=_library)
         if self.out_names:
             self._implement_out()
@@ -215,9 +234,9 @@ def define(schema: str, *, out: Sequence[str] = (), graph_safe: bool = True, gra
         raise RuntimeError(f"{name} is defined twice.")
     caller = inspect.currentframe()
     module = caller.f_back.f_globals.get("__name__", "") if caller is not None and caller.f_back is not None else ""
-    _library.define(schema, tags=tuple(tags))
+    _library.define(schema, tags=tuple(tags))  # type: ignore[no-untyped-call]
     if out:
-        _library.define(_out_schema(schema, out), tags=tuple(tags))
+        _library.define(_out_schema(schema, out), tags=tuple(tags))  # type: ignore[no-untyped-call]
     op = Op(name, schema, module.rsplit(".", 1)[-1], graph_safe, graph_note, tuple(out))
     _ops[name] = op
     return op
@@ -243,13 +262,35 @@ def load_compiled() -> None:
         elif not wanted:
             skipped[name] = f"torch {torch.__version__} is a CPU build"
         elif importlib.util.find_spec(f"{NAMESPACE}.{name}") is None:
-            skipped[name] = "not built: install with a C++ compiler" + (" and nvcc" if name == "_C_cuda" else "") + " (DSV4_OPS_BUILD=require shows why a build fails)"
+            skipped[name] = _why_not_built(name)
         else:
             try:
                 importlib.import_module(f"{NAMESPACE}.{name}")
                 loaded.append(name)
             except (ImportError, OSError) as error:
                 skipped[name] = str(BuildError(f"found but does not load with torch {torch.__version__}: {error}"))
+
+
+def _why_not_built(name: str) -> str:
+    """The reason that setup.py wrote down, because pip hides what a build prints."""
+    report = pathlib.Path(__file__).with_name("_build.json")
+    if not report.is_file():
+        return "not built: this is a source folder that was not installed (`pip install -e .` builds in place)"
+    reason = json.loads(report.read_text())["missing"].get(name)
+    return f"not built: {reason}" if reason else "built, but the library is gone: install again"
+
+
+_warned: set[str] = set()
+
+
+def _warn_fallback(name: str, device: str) -> None:
+    """Once for each compiled part that is missed, at the first call that would have used it."""
+    part = "_C" if device == "cpu" else "_C_cuda"
+    if part in _warned or envs.disable_c():
+        return
+    _warned.add(part)
+    reason = skipped.get(part, "it was built from other sources and lacks this op: install again")
+    warnings.warn(f"dsv4_ops.{name} runs without its compiled {device} kernel, slower with the same results: {NAMESPACE}.{part}: {reason}", stacklevel=7)
 
 
 def _out_schema(schema: str, outs: Sequence[str]) -> str:

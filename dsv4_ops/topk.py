@@ -320,9 +320,12 @@ def _topk_merge_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     yield BadInput("indices elsewhere", (values, indices.to("meta"), 2), ArgumentError, "indices must be on")
 
 
-TOPK.implement(check=_topk_check, reference=_topk_reference, torch_impl=_topk_torch, fake=_topk_fake, samples=_topk_samples, sized=_topk_sized, bad_inputs=_topk_bad_inputs)
+TOPK.implement(
+    check=_topk_check, reference=_topk_reference, torch_impl=_topk_torch, fake=_topk_fake, cpp=("cpu",),
+    samples=_topk_samples, sized=_topk_sized, bad_inputs=_topk_bad_inputs,
+)  # fmt: skip
 TOPK_VALUES.implement(
-    check=_topk_values_check, reference=_topk_values_reference, torch_impl=_topk_values_torch, fake=_topk_values_fake,
+    check=_topk_values_check, reference=_topk_values_reference, torch_impl=_topk_values_torch, fake=_topk_values_fake, cpp=("cpu",),
     samples=_topk_samples, sized=_topk_sized, bad_inputs=_topk_values_bad_inputs,
 )  # fmt: skip
 TOPK_MERGE.implement(

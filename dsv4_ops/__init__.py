@@ -16,6 +16,12 @@ _registry.load_compiled()
 from .context_lens import mtp_context_lens  # noqa: E402
 from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
 from .sparse_decode import sparse_mla_decode  # noqa: E402
+from .swa_indices import (  # noqa: E402
+    causal_swa_indices,
+    decode_swa_width,
+    page_block_span,
+    swa_index_width,
+)
 from .topk import topk, topk_merge, topk_values  # noqa: E402
 from .workspace import (  # noqa: E402
     WorkspaceManager,
@@ -37,7 +43,9 @@ __all__ = [
     "PAD_SLOT_ID",
     "WorkspaceManager",
     "__version__",
+    "causal_swa_indices",
     "current_lane",
+    "decode_swa_width",
     "kv_cache_gather",
     "kv_cache_insert",
     "kv_page_bytes",
@@ -46,8 +54,10 @@ __all__ = [
     "mtp_context_lens",
     "new_kv_cache",
     "num_workspace_lanes",
+    "page_block_span",
     "skipped",
     "sparse_mla_decode",
+    "swa_index_width",
     "topk",
     "topk_merge",
     "topk_values",

@@ -1,0 +1,223 @@
+"""Sliding-window index rows: which KV slots a token of a window layer (or of a draft block) attends to.
+
+``causal_swa_indices`` serves prefill, decode and MTP verification; ``draft_swa_indices`` serves the tokens of a
+non-causal draft block, which all see the same keys. Slot of position p: ``block_table[request, p // B] * B + p % B``.
+
+======================  ===========  ============  ====================================================================
+argument                dtype        shape         meaning (B: tokens a page, W: window, Q: block queries)
+======================  ===========  ============  ====================================================================
+positions               int64        [T]           position of each token in its request
+token_to_req_indices    int32        [T]           row of ``block_table`` of each token
+is_valid_token          bool         [T]           false: padding, nothing else of that token is used
+block_table             int32        [R, blocks]   physical page of each logical page, any strides (a narrowed view
+                                                   is fine); 0 (null) and negative: not mapped
+committed_lens          int32        [R]           S, tokens whose KV is final; the block stands at S..S+Q-1
+is_valid_req            bool         [R]           false: padding request
+block_size              int                        B, at least 1
+window                  int                        W, logical: how many positions a token sees
+block_queries           int                        Q, at least 1
+width                   int                        columns of a row: storage, at least W (causal) or W + Q (draft)
+draft_start             int32        [R]           optional: first position that the drafter has KV for
+max_model_len           int                        optional: positions at or past it have no KV
+returns indices         int32        [T or R*Q,    slots; causal: positions ``max(0, p-W+1)..p``; draft:
+                                     width]        ``max(0, S-W, draft_start)..S+Q-1`` for every token of the block
+returns lens            int32        [T or R*Q]    ``min(p+1, W)``; draft: the count of those positions, never below 0
+======================  ===========  ============  ====================================================================
+
+Column c belongs to position ``first + c``, always. A position without KV (logical page past the table, page not mapped,
+position at or past ``max_model_len``) leaves -1 in its column, and so does a slot that int32 cannot hold (page ids near
+``2**31 / B``): it never wraps. Lengths count these holes. Padding tokens and requests, requests outside the table,
+negative positions and ``S <= 0`` give rows of -1 with length 0, without a load. Graph-safe: yes (sizes alone decide
+what runs, nothing is read back).
+
+Replaces the window metadata of serving engines' sparse MLA builders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from . import _checks, _registry
+from ._registry import BadInput, Sample
+from ._slots import INT32_MAX, check_tokens, safe_requests, slot_of, slots_at, table_for_samples
+from .errors import ArgumentDeviceError, ArgumentDtypeError, ArgumentError, ArgumentShapeError
+
+__all__ = [
+    "causal_swa_indices",
+    "decode_swa_width",
+    "page_block_span",
+    "swa_index_width",
+]
+
+WIDTH_MULTIPLE = 64
+
+
+def swa_index_width(window: int, block_queries: int) -> int:
+    """Columns that the rows of a non-causal draft block need: ``window + block_queries``, rounded up to 64."""
+    _checks.integer("swa_index_width", "window", window, 1)
+    _checks.integer("swa_index_width", "block_queries", block_queries, 1)
+    return -(-(window + block_queries) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+
+
+def decode_swa_width(window: int, block_queries: int = 1, non_causal: bool = False) -> int:
+    """Columns of a decode batch's window rows: the window itself, or ``swa_index_width`` for a non-causal draft block."""
+    _checks.integer("decode_swa_width", "window", window, 1)
+    _checks.integer("decode_swa_width", "block_queries", block_queries, 1)
+    return swa_index_width(window, block_queries) if non_causal else window
+
+
+def page_block_span(page_stride: int, token_stride: int) -> int:
+    """How many tokens a page's stride holds, for :func:`packed_page_slots`. Both strides in the same unit, usually bytes.
+
+    Raises ArgumentError when a page is not a whole number of tokens: a flat slot id then cannot reach its rows.
+    """
+    _checks.integer("page_block_span", "token_stride", token_stride, 1)
+    _checks.integer("page_block_span", "page_stride", page_stride, token_stride)
+    if page_stride % token_stride:
+        padded = -(-page_stride // token_stride) * token_stride
+        fix = f"Pad the page to {padded}, or use a back end that takes the page stride from the tensor (this package's insert, gather and attention do)."
+        raise ArgumentError("page_block_span", "page_stride", f"a multiple of token_stride {token_stride}", page_stride, fix)
+    return page_stride // token_stride
+
+
+# ---------------------------------------------------------------------------------------------- causal_swa_indices
+
+CAUSAL_SWA_INDICES = _registry.define(
+    "causal_swa_indices(Tensor positions, Tensor token_to_req_indices, Tensor is_valid_token, Tensor block_table, *, "
+    "int block_size, int window, int width) -> (Tensor, Tensor)",
+    out=("indices", "lens"),
+)
+
+
+def causal_swa_indices(
+    positions: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    is_valid_token: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    block_size: int,
+    window: int,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Window rows of causal tokens: ``(indices int32 [T, width], lens int32 [T])``, see the module's table.
+
+    Raises ArgumentError (sizes; ``width`` below ``window``), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    """
+    result: tuple[torch.Tensor, torch.Tensor] = CAUSAL_SWA_INDICES(
+        positions, token_to_req_indices, is_valid_token, block_table, block_size=block_size, window=window, width=width
+    )
+    return result
+
+
+def _causal_check(
+    positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
+) -> None:
+    where = "causal_swa_indices"
+    _checks.tensor(where, "positions", positions, _checks.INT64, 1)
+    check_tokens(where, token_to_req_indices, is_valid_token, positions.shape[0], "positions")
+    _checks.tensor(where, "block_table", block_table, _checks.INT32, 2)
+    _checks.same_device(where, positions=positions, token_to_req_indices=token_to_req_indices, is_valid_token=is_valid_token, block_table=block_table)
+    _checks.integer(where, "block_size", block_size, 1, INT32_MAX)
+    _checks.integer(where, "window", window, 1, INT32_MAX)
+    _checks.integer(where, "width", width, 1, INT32_MAX)
+    if width < window:
+        raise ArgumentError(where, "width", f"at least window ({window}): it is the storage of a row", width, "Use decode_swa_width(window).")
+
+
+def _causal_reference(
+    positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    table, rows, lens = block_table.tolist(), [], []
+    for position, request, valid in zip(positions.tolist(), token_to_req_indices.tolist(), is_valid_token.tolist(), strict=True):
+        visible: range = range(0)
+        if valid and 0 <= request < len(table) and position >= 0:
+            visible = range(max(0, position - window + 1), position + 1)
+        slots = [slot_of(table[request], p, block_size) for p in visible]
+        rows.append(slots + [_checks.PAD_SLOT_ID] * (width - len(slots)))
+        lens.append(len(slots))
+    indices = torch.tensor(rows, dtype=torch.int32, device=positions.device).reshape(len(rows), width)
+    return indices, torch.tensor(lens, dtype=torch.int32, device=positions.device)
+
+
+def _causal_torch(
+    positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    requests, has_request = safe_requests(token_to_req_indices, is_valid_token, block_table.shape[0])
+    first = (positions - (window - 1)).clamp(min=0)
+    lens = (positions - first + 1).masked_fill(~(has_request & (positions >= 0)), 0)
+    columns = torch.arange(width, device=positions.device)
+    indices = slots_at(block_table, requests, first[:, None] + columns, columns < lens[:, None], block_size)
+    return indices, lens.to(torch.int32)
+
+
+def _causal_fake(
+    positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = positions.shape[0]
+    return positions.new_empty((tokens, width), dtype=torch.int32), positions.new_empty((tokens,), dtype=torch.int32)
+
+
+def _causal_samples(device: torch.device | str, seed: int = 0) -> Iterator[Sample]:
+    g = torch.Generator().manual_seed(seed)
+
+    def call(label: str, positions: torch.Tensor, requests: torch.Tensor, valid: torch.Tensor, table: torch.Tensor, block_size: int, window: int, width: int) -> Sample:
+        args = (positions.to(torch.int64), requests.to(torch.int32), valid, table)
+        return Sample(label, tuple(a.to(device) for a in args), {"block_size": block_size, "window": window, "width": width})
+
+    def drawn(label: str, tokens: int, requests: int, blocks: int, block_size: int, window: int, width: int, high: int = 500) -> Sample:
+        positions = torch.randint(0, max(1, blocks * block_size + 3), (tokens,), generator=g)
+        ids = torch.randint(0, max(1, requests), (tokens,), generator=g)
+        return call(label, positions, ids, torch.rand(tokens, generator=g) < 0.8, table_for_samples(g, requests, blocks, high, holes=True), block_size, window, width)
+
+    yield drawn("holes and padding tokens", 9, 3, 4, 4, 8, 8)
+    yield drawn("width wider than the window", 6, 2, 5, 4, 7, 13)
+    yield drawn("one token, page of one", 1, 1, 9, 1, 3, 4)
+    yield drawn("no tokens", 0, 2, 2, 4, 4, 4)
+    yield drawn("no requests", 3, 0, 2, 4, 4, 4)
+    yield drawn("no blocks", 3, 2, 0, 4, 4, 4)
+    yield drawn("ids near the int32 limit of slots", 8, 2, 4, 48, 8, 8, high=2**31 - 1)
+    extremes = torch.tensor([-1, -(2**63), 2**63 - 1, 2**62, 0, 5])
+    yield call("position extremes", extremes, torch.zeros(6), torch.ones(6, dtype=torch.bool), table_for_samples(g, 1, 3), 4, 5, 6)
+    ids = torch.tensor([2**31 - 1, -1, -(2**31), 2, 1, 0])
+    yield call("request ids outside the table", torch.arange(6), ids, torch.ones(6, dtype=torch.bool), table_for_samples(g, 2, 3), 4, 5, 6)
+    yield call("all padding", extremes, ids, torch.zeros(6, dtype=torch.bool), table_for_samples(g, 2, 3), 4, 5, 6)
+    narrowed = call("narrowed table", torch.tensor([15, 9, 16]), torch.arange(3), torch.ones(3, dtype=torch.bool), table_for_samples(g, 3, 16), 4, 6, 8)
+    yield Sample(narrowed.label, (*narrowed.args[:3], narrowed.args[3][:, :4]), narrowed.kwargs)
+    two = drawn("strided tokens and transposed table", 8, 3, 3, 4, 6, 6)
+    yield Sample(two.label, (two.args[0][::2], two.args[1][::2], two.args[2][::2], two.args[3].t()), two.kwargs)
+
+
+def _causal_sized(device: torch.device | str, n: int, seed: int = 0) -> Sample:
+    g = torch.Generator().manual_seed(seed)
+    positions = torch.randint(0, 64 * 64, (n,), generator=g)
+    args = (positions, torch.arange(n, dtype=torch.int32), torch.ones(n, dtype=torch.bool), table_for_samples(g, n, 64))
+    return Sample(f"{n} tokens", tuple(a.to(device) for a in args), {"block_size": 64, "window": 128, "width": 128})
+
+
+def _causal_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
+    positions, ids = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros(3, dtype=torch.int32, device=device)
+    valid, table = torch.ones(3, dtype=torch.bool, device=device), torch.ones(2, 4, dtype=torch.int32, device=device)
+    sizes = {"block_size": 4, "window": 8, "width": 8}
+    yield BadInput("int32 positions", (ids, ids, valid, table), ArgumentDtypeError, "positions must be int64, got int32", sizes)
+    yield BadInput("request ids of another length", (positions, ids[:2], valid, table), ArgumentShapeError, "one entry a token (3", sizes)
+    yield BadInput("validity as int32", (positions, ids, ids, table), ArgumentDtypeError, "is_valid_token must be bool", sizes)
+    yield BadInput("1-D table", (positions, ids, valid, table[0]), ArgumentShapeError, "block_table must be 2-dimensional", sizes)
+    yield BadInput("int64 table", (positions, ids, valid, table.long()), ArgumentDtypeError, "block_table must be int32", sizes)
+    yield BadInput("width below the window", (positions, ids, valid, table), ArgumentError, "width must be at least window (8)", sizes | {"width": 7})
+    yield BadInput("block size 0", (positions, ids, valid, table), ArgumentError, "block_size must be between 1", sizes | {"block_size": 0})
+    yield BadInput("window 0", (positions, ids, valid, table), ArgumentError, "window must be between 1", sizes | {"window": 0})
+    if torch.device(device).type != "meta":
+        yield BadInput("table on another device", (positions, ids, valid, table.to("meta")), ArgumentDeviceError, "block_table must be on", sizes)
+
+
+CAUSAL_SWA_INDICES.implement(
+    check=_causal_check,
+    reference=_causal_reference,
+    torch_impl=_causal_torch,
+    fake=_causal_fake,
+    samples=_causal_samples,
+    sized=_causal_sized,
+    bad_inputs=_causal_bad_inputs,
+)

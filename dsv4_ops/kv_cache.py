@@ -195,7 +195,9 @@ def _encode(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _decode(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 ``[n, 512]`` of FP8 data and scale rows."""
-    codes = data[:, :NOPE_DIM].view(torch.float8_e4m3fn).to(torch.float32).view(-1, GROUPS, GROUP)
+    # A table of the 256 codes: on a CPU five times as fast as converting them (0.26 against 1.40 ms for 1024 rows on one core).
+    table = torch.arange(256, device=data.device).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+    codes = table.index_select(0, data[:, :NOPE_DIM].reshape(-1).to(torch.int32)).view(-1, GROUPS, GROUP)
     scale = scales[:, :GROUPS].view(torch.float8_e8m0fnu).to(torch.float32)
     rope = data[:, NOPE_DIM:].view(torch.bfloat16).to(torch.float32)
     return torch.cat([(codes * scale.unsqueeze(-1)).flatten(1), rope], 1)

@@ -15,6 +15,9 @@ _registry.load_compiled()
 
 from .context_lens import mtp_context_lens  # noqa: E402
 from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
+from .rejection import rejection_sample  # noqa: E402
+from .sampling import STREAM_ACCEPTANCE, STREAM_DRAFT, STREAM_PLAIN, STREAM_RECOVERY, gumbel_sample  # noqa: E402
+from .mixed_indices import global_topk_indices  # noqa: E402
 from .sparse_decode import sparse_mla_decode  # noqa: E402
 from .swa_indices import (  # noqa: E402
     causal_swa_indices,
@@ -31,6 +34,7 @@ from .workspace import (  # noqa: E402
     use_workspace_ubatch,
     workspace_manager,
 )
+from .dflash import DFlashInputs, capture_query_lens, draft_buffer_tokens, prepare_dflash_inputs, round_to_capture_size, scratch_rows  # noqa: E402
 
 _registry.seal()
 
@@ -41,11 +45,20 @@ skipped = _registry.skipped
 __all__ = [
     "NULL_BLOCK",
     "PAD_SLOT_ID",
+    "STREAM_ACCEPTANCE",
+    "STREAM_DRAFT",
+    "STREAM_PLAIN",
+    "STREAM_RECOVERY",
+    "DFlashInputs",
     "WorkspaceManager",
     "__version__",
+    "capture_query_lens",
     "causal_swa_indices",
     "current_lane",
     "decode_swa_width",
+    "draft_buffer_tokens",
+    "global_topk_indices",
+    "gumbel_sample",
     "kv_cache_gather",
     "kv_cache_insert",
     "kv_page_bytes",
@@ -55,6 +68,10 @@ __all__ = [
     "new_kv_cache",
     "num_workspace_lanes",
     "page_block_span",
+    "prepare_dflash_inputs",
+    "rejection_sample",
+    "round_to_capture_size",
+    "scratch_rows",
     "skipped",
     "sparse_mla_decode",
     "swa_index_width",

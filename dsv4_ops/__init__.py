@@ -14,10 +14,11 @@ from ._version import __version__
 _registry.load_compiled()
 
 from .context_lens import mtp_context_lens  # noqa: E402
+from .dflash import DFlashInputs, capture_query_lens, draft_buffer_tokens, prepare_dflash_inputs, round_to_capture_size, scratch_rows  # noqa: E402
 from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
+from .mixed_indices import global_topk_indices  # noqa: E402
 from .rejection import rejection_sample  # noqa: E402
 from .sampling import STREAM_ACCEPTANCE, STREAM_DRAFT, STREAM_PLAIN, STREAM_RECOVERY, gumbel_sample  # noqa: E402
-from .mixed_indices import global_topk_indices  # noqa: E402
 from .sparse_decode import sparse_mla_decode  # noqa: E402
 from .swa_indices import (  # noqa: E402
     causal_swa_indices,
@@ -34,7 +35,6 @@ from .workspace import (  # noqa: E402
     use_workspace_ubatch,
     workspace_manager,
 )
-from .dflash import DFlashInputs, capture_query_lens, draft_buffer_tokens, prepare_dflash_inputs, round_to_capture_size, scratch_rows  # noqa: E402
 
 _registry.seal()
 

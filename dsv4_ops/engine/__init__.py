@@ -21,7 +21,7 @@ _HOME = {
     "make_tiny": "tiny",
 }
 
-__all__ = ["ByteTokenizer", "Completion", "Engine", "EngineConfig", "Request", "make_tiny"]  # noqa: F822
+__all__ = ["ByteTokenizer", "Completion", "Engine", "EngineConfig", "Request", "make_tiny"]
 
 
 def __getattr__(name: str) -> Any:

@@ -44,7 +44,7 @@ class ByteTokenizer:
 
     vocab_size = VOCAB_SIZE
     bos_id, eos_id, pad_id, mask_id = BOS_ID, EOS_ID, PAD_ID, MASK_ID
-    eos_ids = (EOS_ID,)
+    eos_ids: tuple[int, ...] = (EOS_ID,)
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Token ids of ``text``, begun by bos. Raises RequestError for text that UTF-8 cannot hold (lone surrogates)."""
@@ -64,7 +64,7 @@ class _HubTokenizer:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.eos_ids = () if inner.eos_token_id is None else (int(inner.eos_token_id),)
+        self.eos_ids: tuple[int, ...] = () if inner.eos_token_id is None else (int(inner.eos_token_id),)
 
     def encode(self, text: str) -> list[int]:
         return [int(i) for i in self.inner.encode(text)]

@@ -43,7 +43,7 @@ __all__ = ["BadInput", "Op", "Sample", "define", "loaded", "ops", "seal", "skipp
 
 NAMESPACE = "dsv4_ops"
 logger = logging.getLogger(NAMESPACE)
-_library = torch.library.Library(NAMESPACE, "DEF")
+_library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _ops: dict[str, Op] = {}
 
 loaded: list[str] = []
@@ -210,7 +210,7 @@ class Op:
 
         def kernel(*args: Any, **kwargs: Any) -> None:
             outs = outputs(kwargs)
-            inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            inputs = _tensors(args, kwargs)
             for i, out in enumerate(outs):
                 if any(_overlap(out, other) for other in (*inputs, *outs[:i])):
                     raise ArgumentError(f"{self.name} (out form)", out_names[i], "a buffer of its own", "memory that overlaps another argument")
@@ -219,7 +219,7 @@ class Op:
             for out, result in zip(outs, results, strict=True):
                 out.copy_(result)
 
-        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        _library.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
@@ -313,12 +313,24 @@ def _has_kernel(qualified: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key))
 
 
+def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensor arguments, those inside lists included."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [item for item in value if isinstance(item, torch.Tensor)]
+    return found
+
+
 def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    return next((value.device.type for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), "cpu")
+    first = next(iter(_tensors(args, kwargs)), None)
+    return "cpu" if first is None else first.device.type
 
 
 def _refuse_grad(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in (*args, *kwargs.values())):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
         raise GradientError(name)
 
 

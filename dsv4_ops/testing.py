@@ -16,7 +16,7 @@ import torch
 from . import _registry
 from ._registry import BadInput, Op, Sample
 
-__all__ = ["TOLERANCES", "BadInput", "Canary", "Op", "Sample", "assert_same", "canaries", "clone_args", "ops", "outputs", "poisoned", "samples"]
+__all__ = ["TOLERANCES", "BadInput", "Canary", "Op", "Sample", "assert_same", "assert_topk", "canaries", "clone_args", "leaves", "ops", "outputs", "poisoned", "samples"]
 
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float32: (1e-5, 1e-5),
@@ -42,10 +42,17 @@ def outputs(result: Any) -> tuple[torch.Tensor, ...]:
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 
+def leaves(sample: Sample) -> list[Any]:
+    """The arguments of a call in order, lists (``Tensor[]``) opened."""
+    return [leaf for value in (*sample.args, *sample.kwargs.values()) for leaf in (value if isinstance(value, list) else [value])]
+
+
 def clone_args(sample: Sample) -> Sample:
     """The same call on copies of its tensors, strides and storage layout kept."""
 
     def copy(value: Any) -> Any:
+        if isinstance(value, list):
+            return [copy(item) for item in value]
         if not isinstance(value, torch.Tensor):
             return value
         base = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage().clone())
@@ -108,6 +115,40 @@ def assert_same(actual: Any, expected: Any, label: str = "", tolerances: dict[to
         rtol, atol = (tolerances or TOLERANCES).get(e.dtype, (0.0, 0.0))
         text = where
         torch.testing.assert_close(a, e, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, text=text: f"{text}: {m}")
+
+
+def assert_topk(indices: torch.Tensor, logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int | None = None) -> None:
+    """``indices`` is *the* answer of ``topk`` for these inputs, whichever kernel gave it.
+
+    Compares no other kernel's result: it checks that each row's entries are in range, unique, ascending and padded with
+    -1 at the end only, that there are as many as there can be, and that no column left out should have been in. Equal
+    multisets of scores are not enough: a duplicate that replaces a tied column would pass.
+    """
+    assert indices.dtype == torch.int32 and indices.shape == (logits.shape[0], k), f"{indices.dtype} {list(indices.shape)}, expected int32 {[logits.shape[0], k]}"
+    width = logits.shape[1] if max_seq_len is None else min(logits.shape[1], max_seq_len)
+    flat = lengths.flatten().tolist()
+    for i, row in enumerate(indices.cpu()):
+        length = min(max(flat[i] if i < len(flat) else 0, 0), width)
+        scores = logits[i, :length].float().cpu()
+        number = ~scores.isnan()
+        count = min(int(number.sum()), k)
+        chosen = row[:count].long()
+        assert bool((row[count:] == -1).all()), f"row {i}: {count} entries and then -1 expected, got {row[count:][row[count:] != -1].tolist()[:8]} after them"
+        assert bool(((chosen >= 0) & (chosen < length)).all()), f"row {i}: columns outside [0, {length}): {chosen[(chosen < 0) | (chosen >= length)].tolist()[:8]}"
+        step = chosen[1:] - chosen[:-1]
+        assert bool((step != 0).all()), f"row {i}: column {int(chosen[:-1][step == 0][0])} is listed twice"
+        assert bool((step > 0).all()), f"row {i}: columns are not ascending after {int(chosen[:-1][step < 0][0])}"
+        assert bool(number[chosen].all()), f"row {i}: column {int(chosen[~number[chosen]][0])} is NaN"
+        if count == 0:
+            continue
+        out = number.clone()
+        out[chosen] = False
+        lowest = scores[chosen].min()
+        better = out & (scores > lowest)
+        assert not bool(better.any()), f"row {i}: column {int(better.nonzero()[0])} is left out, though its score is above that of a listed one"
+        last_tied = chosen[scores[chosen] == lowest].max()
+        earlier = out & (scores == lowest) & (torch.arange(length) < last_tied)
+        assert not bool(earlier.any()), f"row {i}: column {int(earlier.nonzero()[0])} is left out for the later tied column {int(last_tied)}"
 
 
 def check_bad_input(call: Callable[..., Any], bad: BadInput) -> None:

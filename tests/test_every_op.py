@@ -30,6 +30,17 @@ def run(function: Any, sample: Sample) -> tuple[tuple[torch.Tensor, ...], Sample
     return testing.outputs(function(*mine.args, **mine.kwargs)), mine
 
 
+def faked(mode: Any) -> Any:
+    """Converts an argument, lists of tensors included, to fake tensors of ``mode``."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, list):
+            return [convert(item) for item in value]
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    return convert
+
+
 def mutated(op: Op, sample: Sample) -> list[torch.Tensor]:
     named = dict(zip((a.name for a in op.overload._schema.arguments), sample.args, strict=False)) | sample.kwargs
     return [named[name] for name in op.mutates]
@@ -43,7 +54,8 @@ def test_matches_its_reference_with_poisoned_outputs(op: Op, index: int, device:
         actual, mine = run(op, sample)
     testing.assert_same(actual, expected, sample.label)
     testing.assert_same(mutated(op, mine), mutated(op, after), sample.label + " (mutated arguments)")
-    untouched = [(a, b) for a, b in zip(mine.args, sample.args, strict=True) if isinstance(a, torch.Tensor) and not any(a is m for m in mutated(op, mine))]
+    pairs = zip(testing.leaves(mine), testing.leaves(sample), strict=True)
+    untouched = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and not any(a is m for m in mutated(op, mine))]
     for a, b in untouched:
         assert torch.equal(torch.nan_to_num(a) if a.is_floating_point() else a, torch.nan_to_num(b) if b.is_floating_point() else b), f"{sample.label}: an input changed"
 
@@ -62,7 +74,7 @@ def test_results_never_alias_inputs(op: Op, index: int) -> None:
     sample = nth(op, index, "cpu")
     results, mine = run(op, sample)
     for result in results:
-        for value in (*mine.args, *mine.kwargs.values()):
+        for value in testing.leaves(mine):
             if isinstance(value, torch.Tensor):
                 assert result.untyped_storage()._cdata != value.untyped_storage()._cdata
 
@@ -81,7 +93,7 @@ def test_fake_has_the_metadata_of_the_real_op(op: Op, index: int, device: str) -
     sample = nth(op, index, device)
     real, _ = run(op, sample)
     with FakeTensorMode() as mode:
-        convert = lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v  # noqa: E731
+        convert = faked(mode)
         fake = testing.outputs(op.overload(*map(convert, sample.args), **{k: convert(v) for k, v in sample.kwargs.items()}))
     assert [(f.shape, f.stride(), f.dtype, f.device.type, f.storage_offset()) for f in fake] == [(r.shape, r.stride(), r.dtype, r.device.type, r.storage_offset()) for r in real]
 
@@ -121,9 +133,9 @@ def test_bad_input_is_refused_when_traced(op: Op, index: int) -> None:
 
     bad = list(op.bad_inputs("cpu"))[index]
     with FakeTensorMode() as mode:
-        convert = lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v  # noqa: E731
-        faked = BadInput(bad.label, tuple(map(convert, bad.args)), bad.error, bad.match, {k: convert(v) for k, v in bad.kwargs.items()})
-        testing.check_bad_input(op.overload, faked)
+        convert = faked(mode)
+        fake_bad = BadInput(bad.label, tuple(map(convert, bad.args)), bad.error, bad.match, {k: convert(v) for k, v in bad.kwargs.items()})
+        testing.check_bad_input(op.overload, fake_bad)
 
 
 @pytest.mark.parametrize("op", EACH)
@@ -174,7 +186,7 @@ def test_row_does_not_depend_on_seed_of_labels(op: Op) -> None:
     assert len({s.label for s in first}) == len(first), "labels must be unique"
     different = False
     for a, b in zip(first, second, strict=True):
-        for x, y in zip((*a.args, *a.kwargs.values()), (*b.args, *b.kwargs.values()), strict=True):
+        for x, y in zip(testing.leaves(a), testing.leaves(b), strict=True):
             if isinstance(x, torch.Tensor):
                 assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype), a.label
                 different |= not torch.equal(x, y)
@@ -196,7 +208,7 @@ def test_graph_replay_with_changed_inputs(op: Op, index: int) -> None:
         results = testing.outputs(op(*static.args, **static.kwargs))
     for seed in (1, 2):
         changed = nth(op, index, "cuda", seed)
-        for mine, new in zip((*static.args, *static.kwargs.values()), (*changed.args, *changed.kwargs.values()), strict=True):
+        for mine, new in zip(testing.leaves(static), testing.leaves(changed), strict=True):
             if isinstance(mine, torch.Tensor):
                 mine.copy_(new)
         for result in results:

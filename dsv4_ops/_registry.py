@@ -93,8 +93,8 @@ class Op:
     has_triton: bool = False
     cpp: frozenset[str] = frozenset()
     """Device types whose kernel is C++ (those do not run the Python check themselves)."""
-    cpp_missing: frozenset[str] = frozenset()
-    """Device types that have a C++ kernel in the sources, but not in what is loaded."""
+    cpp_sources: frozenset[str] = frozenset()
+    """Device types that csrc/ has a kernel for, loaded or not."""
 
     @property
     def overload(self) -> Any:
@@ -165,7 +165,7 @@ class Op:
 
         def fallback(function: Callable[..., Any]) -> Callable[..., Any]:
             def kernel(*args: Any, **kwargs: Any) -> Any:
-                if self.cpp_missing and (device := _device_of(args, kwargs)) in self.cpp_missing:
+                if self.cpp_sources and (device := _device_of(args, kwargs)) in self.cpp_sources - self.cpp:
                     _warn_fallback(self.name, device)
                 return function(*args, **kwargs)
 
@@ -181,7 +181,7 @@ class Op:
         compiled = {device for device, key in (("cpu", "CPU"), ("cuda", "CUDA")) if self.backends[device] != "triton" and _has_kernel(qualified, key)}
         self.backends.update(dict.fromkeys(compiled, "c++"))
         self.cpp = frozenset(compiled)
-        self.cpp_missing = frozenset(cpp) - self.cpp
+        self.cpp_sources = frozenset(cpp)
         torch.library.register_fake(qualified, guarded(fake), lib=_library)
         if self.out_names:
             self._implement_out()
@@ -261,7 +261,7 @@ def load_compiled() -> None:
             skipped[name] = "DSV4_OPS_DISABLE_C is set"
         elif not wanted:
             skipped[name] = f"torch {torch.__version__} is a CPU build"
-        elif importlib.util.find_spec(f"{NAMESPACE}.{name}") is None:
+        elif not _stands_here(name):
             skipped[name] = _why_not_built(name)
         else:
             try:
@@ -269,6 +269,12 @@ def load_compiled() -> None:
                 loaded.append(name)
             except (ImportError, OSError) as error:
                 skipped[name] = str(BuildError(f"found but does not load with torch {torch.__version__}: {error}"))
+
+
+def _stands_here(name: str) -> bool:
+    """Whether the library is in this very package: an editable install elsewhere offers its own for any ``dsv4_ops``."""
+    spec = importlib.util.find_spec(f"{NAMESPACE}.{name}")
+    return spec is not None and spec.origin is not None and pathlib.Path(spec.origin).parent == pathlib.Path(__file__).parent
 
 
 def _why_not_built(name: str) -> str:

@@ -13,7 +13,8 @@ from ._version import __version__
 
 _registry.load_compiled()
 
-from .context_lens import mtp_context_lens  # noqa: E402
+from .batch import BatchKind, classify_batch, is_uniform_decode, unpadded_token_rows  # noqa: E402
+from .context_lens import expand_block_table, local_context_lens, mtp_context_lens, ragged_context_lens  # noqa: E402
 from .dflash import DFlashInputs, capture_query_lens, draft_buffer_tokens, prepare_dflash_inputs, round_to_capture_size, scratch_rows  # noqa: E402
 from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
 from .mixed_indices import global_topk_indices  # noqa: E402
@@ -26,6 +27,7 @@ from .swa_indices import (  # noqa: E402
     page_block_span,
     swa_index_width,
 )
+from .swiglu import SwiGLUParams, swiglu, swiglu_per_expert  # noqa: E402
 from .topk import topk, topk_merge, topk_values  # noqa: E402
 from .workspace import (  # noqa: E402
     WorkspaceManager,
@@ -49,35 +51,45 @@ __all__ = [
     "STREAM_DRAFT",
     "STREAM_PLAIN",
     "STREAM_RECOVERY",
+    "BatchKind",
     "DFlashInputs",
+    "SwiGLUParams",
     "WorkspaceManager",
     "__version__",
     "capture_query_lens",
     "causal_swa_indices",
+    "classify_batch",
     "current_lane",
     "decode_swa_width",
     "draft_buffer_tokens",
+    "expand_block_table",
     "global_topk_indices",
     "gumbel_sample",
+    "is_uniform_decode",
     "kv_cache_gather",
     "kv_cache_insert",
     "kv_page_bytes",
     "kv_page_offsets",
     "loaded",
+    "local_context_lens",
     "mtp_context_lens",
     "new_kv_cache",
     "num_workspace_lanes",
     "page_block_span",
     "prepare_dflash_inputs",
+    "ragged_context_lens",
     "rejection_sample",
     "round_to_capture_size",
     "scratch_rows",
     "skipped",
     "sparse_mla_decode",
     "swa_index_width",
+    "swiglu",
+    "swiglu_per_expert",
     "topk",
     "topk_merge",
     "topk_values",
+    "unpadded_token_rows",
     "use_workspace_lane",
     "use_workspace_ubatch",
     "workspace_manager",

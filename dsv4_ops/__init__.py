@@ -20,13 +20,9 @@ from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_o
 from .mixed_indices import global_topk_indices  # noqa: E402
 from .rejection import rejection_sample  # noqa: E402
 from .sampling import STREAM_ACCEPTANCE, STREAM_DRAFT, STREAM_PLAIN, STREAM_RECOVERY, gumbel_sample  # noqa: E402
+from .slot_layouts import packed_page_slots, page_block_span, swa_indices_to_csr  # noqa: E402
 from .sparse_decode import sparse_mla_decode  # noqa: E402
-from .swa_indices import (  # noqa: E402
-    causal_swa_indices,
-    decode_swa_width,
-    page_block_span,
-    swa_index_width,
-)
+from .swa_indices import causal_swa_indices, decode_swa_width, draft_swa_indices, swa_index_width  # noqa: E402
 from .swiglu import SwiGLUParams, swiglu, swiglu_per_expert  # noqa: E402
 from .topk import topk, topk_merge, topk_values  # noqa: E402
 from .workspace import (  # noqa: E402
@@ -62,6 +58,7 @@ __all__ = [
     "current_lane",
     "decode_swa_width",
     "draft_buffer_tokens",
+    "draft_swa_indices",
     "expand_block_table",
     "global_topk_indices",
     "gumbel_sample",
@@ -75,6 +72,7 @@ __all__ = [
     "mtp_context_lens",
     "new_kv_cache",
     "num_workspace_lanes",
+    "packed_page_slots",
     "page_block_span",
     "prepare_dflash_inputs",
     "ragged_context_lens",
@@ -84,6 +82,7 @@ __all__ = [
     "skipped",
     "sparse_mla_decode",
     "swa_index_width",
+    "swa_indices_to_csr",
     "swiglu",
     "swiglu_per_expert",
     "topk",

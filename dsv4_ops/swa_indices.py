@@ -47,7 +47,7 @@ from .errors import ArgumentDeviceError, ArgumentDtypeError, ArgumentError, Argu
 __all__ = [
     "causal_swa_indices",
     "decode_swa_width",
-    "page_block_span",
+    "draft_swa_indices",
     "swa_index_width",
 ]
 
@@ -66,20 +66,6 @@ def decode_swa_width(window: int, block_queries: int = 1, non_causal: bool = Fal
     _checks.integer("decode_swa_width", "window", window, 1)
     _checks.integer("decode_swa_width", "block_queries", block_queries, 1)
     return swa_index_width(window, block_queries) if non_causal else window
-
-
-def page_block_span(page_stride: int, token_stride: int) -> int:
-    """How many tokens a page's stride holds, for :func:`packed_page_slots`. Both strides in the same unit, usually bytes.
-
-    Raises ArgumentError when a page is not a whole number of tokens: a flat slot id then cannot reach its rows.
-    """
-    _checks.integer("page_block_span", "token_stride", token_stride, 1)
-    _checks.integer("page_block_span", "page_stride", page_stride, token_stride)
-    if page_stride % token_stride:
-        padded = -(-page_stride // token_stride) * token_stride
-        fix = f"Pad the page to {padded}, or use a back end that takes the page stride from the tensor (this package's insert, gather and attention do)."
-        raise ArgumentError("page_block_span", "page_stride", f"a multiple of token_stride {token_stride}", page_stride, fix)
-    return page_stride // token_stride
 
 
 # ---------------------------------------------------------------------------------------------- causal_swa_indices
@@ -220,4 +206,210 @@ CAUSAL_SWA_INDICES.implement(
     samples=_causal_samples,
     sized=_causal_sized,
     bad_inputs=_causal_bad_inputs,
+)
+
+# ----------------------------------------------------------------------------------------------- draft_swa_indices
+
+DRAFT_SWA_INDICES = _registry.define(
+    "draft_swa_indices(Tensor committed_lens, Tensor block_table, Tensor is_valid_req, *, int block_size, int window, int block_queries, "
+    "int width, Tensor? draft_start=None, SymInt? max_model_len=None) -> (Tensor, Tensor)",
+    out=("indices", "lens"),
+)
+
+
+def draft_swa_indices(
+    committed_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    is_valid_req: torch.Tensor,
+    *,
+    block_size: int,
+    window: int,
+    block_queries: int,
+    width: int,
+    draft_start: torch.Tensor | None = None,
+    max_model_len: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the tokens of draft blocks: ``(indices int32 [R*Q, width], lens int32 [R*Q])``; row ``i*Q + j`` is token j of request i.
+
+    All Q rows of a request are equal: a draft block is not causal. Raises ArgumentError (sizes; ``width`` below
+    ``window + block_queries``), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    """
+    result: tuple[torch.Tensor, torch.Tensor] = DRAFT_SWA_INDICES(
+        committed_lens,
+        block_table,
+        is_valid_req,
+        block_size=block_size,
+        window=window,
+        block_queries=block_queries,
+        width=width,
+        draft_start=draft_start,
+        max_model_len=max_model_len,
+    )
+    return result
+
+
+def _draft_check(
+    committed_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    is_valid_req: torch.Tensor,
+    *,
+    block_size: int,
+    window: int,
+    block_queries: int,
+    width: int,
+    draft_start: torch.Tensor | None = None,
+    max_model_len: int | None = None,
+) -> None:
+    where = "draft_swa_indices"
+    _checks.tensor(where, "committed_lens", committed_lens, _checks.INT32, 1)
+    _checks.tensor(where, "block_table", block_table, _checks.INT32, 2)
+    _checks.tensor(where, "is_valid_req", is_valid_req, _checks.BOOL, 1)
+    per_request = [("block_table", block_table), ("is_valid_req", is_valid_req)]
+    if draft_start is not None:
+        _checks.tensor(where, "draft_start", draft_start, _checks.INT32, 1)
+        per_request.append(("draft_start", draft_start))
+    for name, value in per_request:
+        if value.shape[0] != committed_lens.shape[0]:
+            raise ArgumentShapeError(where, name, f"one row a request ({committed_lens.shape[0]}, like committed_lens)", f"shape {list(value.shape)}")
+    _checks.same_device(where, committed_lens=committed_lens, block_table=block_table, is_valid_req=is_valid_req, draft_start=draft_start)
+    _checks.integer(where, "block_size", block_size, 1, INT32_MAX)
+    _checks.integer(where, "window", window, 1, INT32_MAX)
+    _checks.integer(where, "block_queries", block_queries, 1, INT32_MAX)
+    _checks.integer(where, "width", width, 1, INT32_MAX)
+    if width < window + block_queries:
+        raise ArgumentError(where, "width", f"at least window + block_queries ({window + block_queries})", width, "Use swa_index_width(window, block_queries).")
+    if max_model_len is not None:
+        _checks.integer(where, "max_model_len", max_model_len, 1)
+
+
+def _draft_reference(
+    committed_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    is_valid_req: torch.Tensor,
+    *,
+    block_size: int,
+    window: int,
+    block_queries: int,
+    width: int,
+    draft_start: torch.Tensor | None = None,
+    max_model_len: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    table, rows, lens = block_table.tolist(), [], []
+    starts = [0] * len(table) if draft_start is None else draft_start.tolist()
+    for request, (committed, valid) in enumerate(zip(committed_lens.tolist(), is_valid_req.tolist(), strict=True)):
+        visible: range = range(0)
+        if valid and committed > 0:
+            visible = range(max(0, committed - window, starts[request]), committed + block_queries)
+        slots = [_checks.PAD_SLOT_ID if max_model_len is not None and p >= max_model_len else slot_of(table[request], p, block_size) for p in visible]
+        rows += [slots + [_checks.PAD_SLOT_ID] * (width - len(slots))] * block_queries
+        lens += [len(slots)] * block_queries
+    indices = torch.tensor(rows, dtype=torch.int32, device=committed_lens.device).reshape(len(rows), width)
+    return indices, torch.tensor(lens, dtype=torch.int32, device=committed_lens.device)
+
+
+def _draft_torch(
+    committed_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    is_valid_req: torch.Tensor,
+    *,
+    block_size: int,
+    window: int,
+    block_queries: int,
+    width: int,
+    draft_start: torch.Tensor | None = None,
+    max_model_len: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    committed = committed_lens.to(torch.int64)
+    first = (committed - window).clamp(min=0)
+    if draft_start is not None:
+        first = torch.maximum(first, draft_start.to(torch.int64))
+    lens = (committed + block_queries - first).clamp(min=0).masked_fill(~(is_valid_req & (committed > 0)), 0)
+    columns = torch.arange(width, device=committed.device)
+    positions = first[:, None] + columns
+    listed = columns < lens[:, None]
+    if max_model_len is not None:
+        listed = listed & (positions < max_model_len)
+    requests = torch.arange(committed.shape[0], device=committed.device)
+    indices = slots_at(block_table, requests, positions, listed, block_size)
+    return indices.repeat_interleave(block_queries, 0), lens.to(torch.int32).repeat_interleave(block_queries, 0)
+
+
+def _draft_fake(
+    committed_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    is_valid_req: torch.Tensor,
+    *,
+    block_size: int,
+    window: int,
+    block_queries: int,
+    width: int,
+    draft_start: torch.Tensor | None = None,
+    max_model_len: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = committed_lens.shape[0] * block_queries
+    return committed_lens.new_empty((rows, width)), committed_lens.new_empty((rows,))
+
+
+def _draft_samples(device: torch.device | str, seed: int = 0) -> Iterator[Sample]:
+    g = torch.Generator().manual_seed(seed)
+
+    def drawn(label: str, requests: int, blocks: int, high: int = 500, sizes: tuple[int, int, int, int] = (4, 7, 3, 12), **more: int | None) -> Sample:
+        block_size, window, block_queries, width = sizes
+        committed = torch.randint(0, max(1, blocks * block_size + 3), (requests,), generator=g, dtype=torch.int32)
+        args = (committed, table_for_samples(g, requests, blocks, high, holes=True), torch.rand(requests, generator=g) < 0.8)
+        kwargs = {"block_size": block_size, "window": window, "block_queries": block_queries, "width": width, **more}
+        return Sample(label, tuple(a.to(device) for a in args), kwargs)
+
+    def starting(sample: Sample, low: int, high: int) -> Sample:
+        start = torch.randint(low, high, (sample.args[0].shape[0],), generator=g, dtype=torch.int32).to(device)
+        return Sample(sample.label, sample.args, sample.kwargs | {"draft_start": start})
+
+    yield drawn("holes and padding requests", 7, 4)
+    yield drawn("one request, one query", 1, 3, sizes=(4, 3, 1, 4))
+    yield drawn("no requests", 0, 4)
+    yield drawn("no blocks", 3, 0)
+    yield drawn("limit inside the blocks", 7, 4, max_model_len=9)
+    yield starting(drawn("drafter starts late", 9, 4), -3, 20)
+    yield starting(drawn("drafter starts behind the block", 3, 4), 100, 200)
+    yield drawn("ids near the int32 limit of slots", 6, 4, high=2**31 - 1, sizes=(48, 8, 3, 11))
+    extremes = torch.tensor([2**31 - 1, -(2**31), -1, 0, 1, 2], dtype=torch.int32, device=device)
+    sizes = {"block_size": 4, "window": 5, "block_queries": 3, "width": 9}
+    for label, valid in (("committed extremes", True), ("all padding", False)):
+        yield Sample(label, (extremes, table_for_samples(g, 6, 3).to(device), torch.full((6,), valid, device=device)), sizes)
+    start = torch.tensor([2**31 - 1, -(2**31), 0, 0, -1, 2], dtype=torch.int32, device=device)
+    yield Sample("start extremes", (extremes, table_for_samples(g, 6, 3).to(device), torch.ones(6, dtype=torch.bool, device=device)), sizes | {"draft_start": start})
+    wide = starting(drawn("narrowed table and strided requests", 8, 12), 0, 9)
+    yield Sample(wide.label, (wide.args[0][::2], wide.args[1][::2, 1:9:2], wide.args[2][::2]), wide.kwargs | {"draft_start": wide.kwargs["draft_start"][::2]})
+
+
+def _draft_sized(device: torch.device | str, n: int, seed: int = 0) -> Sample:
+    g = torch.Generator().manual_seed(seed)
+    committed = torch.randint(1, 64 * 63, (n,), generator=g, dtype=torch.int32)
+    args = (committed, table_for_samples(g, n, 64), torch.ones(n, dtype=torch.bool))
+    return Sample(f"{n} requests of 5", tuple(a.to(device) for a in args), {"block_size": 64, "window": 128, "block_queries": 5, "width": 192})
+
+
+def _draft_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
+    lens, valid = torch.ones(3, dtype=torch.int32, device=device), torch.ones(3, dtype=torch.bool, device=device)
+    table = torch.ones(3, 4, dtype=torch.int32, device=device)
+    sizes = {"block_size": 4, "window": 8, "block_queries": 2, "width": 10}
+    yield BadInput("int64 lengths", (lens.long(), table, valid), ArgumentDtypeError, "committed_lens must be int32, got int64", sizes)
+    yield BadInput("table of fewer requests", (lens, table[:2], valid), ArgumentShapeError, "block_table must be one row a request (3", sizes)
+    yield BadInput("validity of fewer requests", (lens, table, valid[:2]), ArgumentShapeError, "is_valid_req must be one row a request (3", sizes)
+    yield BadInput("starts of fewer requests", (lens, table, valid), ArgumentShapeError, "draft_start must be one row a request (3", sizes | {"draft_start": lens[:2]})
+    yield BadInput("int64 starts", (lens, table, valid), ArgumentDtypeError, "draft_start must be int32", sizes | {"draft_start": lens.long()})
+    yield BadInput("width of the window alone", (lens, table, valid), ArgumentError, "width must be at least window + block_queries (10)", sizes | {"width": 8})
+    yield BadInput("no queries", (lens, table, valid), ArgumentError, "block_queries must be between 1", sizes | {"block_queries": 0})
+    yield BadInput("limit 0", (lens, table, valid), ArgumentError, "max_model_len must be at least 1, got 0", sizes | {"max_model_len": 0})
+    yield BadInput("table on another device", (lens, table.to("meta"), valid), ArgumentDeviceError, "block_table must be on", sizes)
+
+
+DRAFT_SWA_INDICES.implement(
+    check=_draft_check,
+    reference=_draft_reference,
+    torch_impl=_draft_torch,
+    fake=_draft_fake,
+    samples=_draft_samples,
+    sized=_draft_sized,
+    bad_inputs=_draft_bad_inputs,
 )

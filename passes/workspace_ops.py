@@ -1,0 +1,110 @@
+"""Which ops take scratch from a workspace lane, this package's and others'.
+
+An op with an argument ``int lane=-1`` can be bound directly. An op of another package that asks for scratch in the *current* lane has
+no such argument: :func:`register_workspace_op` generates a shadow op of the same schema plus ``int lane``, which enters the lane and
+calls the original, and the lane pass swaps the calls::
+
+    before   y = torch.ops.vendor.scan.default(x)                              # marked with lane 1
+    after    y = torch.ops.dsv4_ops_lanes.vendor_scan.default(x, lane = 1)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from .. import workspace
+from ..errors import PassError
+
+__all__ = ["WorkspaceOp", "register_workspace_op", "workspace_op"]
+
+NAMESPACE = "dsv4_ops_lanes"
+SCRATCH_NAMES = ("workspace", "scratch")
+
+
+@dataclass(frozen=True)
+class WorkspaceOp:
+    """How a lane is bound in one op."""
+
+    op: OpOverload
+    """Called by users."""
+    bound: OpOverload
+    """Takes ``lane``: the op itself, or its shadow."""
+    scratch: tuple[str, ...]
+    """Arguments that are scratch tensors of the caller."""
+
+
+_registered: dict[OpOverload, WorkspaceOp] = {}
+_libraries: list[Any] = []
+
+
+def register_workspace_op(op: OpOverload | OpOverloadPacket, scratch: Sequence[str] = SCRATCH_NAMES) -> WorkspaceOp:
+    """Declare that ``op`` takes scratch: from the current lane, or from its arguments named in ``scratch``. Idempotent.
+
+    Raises PassError for an op that returns an alias of an argument (such an op cannot be functionalized) and for a packet with
+    several overloads (name the overload).
+    """
+    if isinstance(op, OpOverloadPacket):
+        if len(op.overloads()) != 1:
+            raise PassError(f"register_workspace_op: {op} has overloads {', '.join(op.overloads())}. Register each by name, as {op}.default.")
+        op = getattr(op, op.overloads()[0])
+    if op in _registered:
+        return _registered[op]
+    names = tuple(a.name for a in op._schema.arguments if a.name in scratch)
+    entry = WorkspaceOp(op, op if has_lane(op) else _shadow(op), names)
+    _registered[entry.op] = entry
+    if entry.bound is not op:
+        _registered[entry.bound] = WorkspaceOp(entry.bound, entry.bound, names)
+    return entry
+
+
+def workspace_op(op: OpOverload) -> WorkspaceOp | None:
+    """The entry of ``op``, or None when it takes no scratch. Ops of this package count when they have a ``lane``."""
+    entry = _registered.get(op)
+    if entry is None and op.namespace == "dsv4_ops" and has_lane(op):
+        entry = register_workspace_op(op)
+    return entry
+
+
+def has_lane(op: OpOverload) -> bool:
+    """Whether the schema has ``int lane=-1``."""
+    return any(a.name == "lane" and isinstance(a.type, torch.IntType) and a.has_default_value() and a.default_value == workspace.AMBIENT for a in op._schema.arguments)
+
+
+def _shadow(op: OpOverload) -> OpOverload:
+    schema = op._schema
+    if any(r.alias_info is not None for r in schema.returns):
+        raise PassError(f"register_workspace_op: {op} returns an alias of an argument, so it cannot be functionalized and bound. Wrap it in an op that returns fresh tensors or nothing.")
+    if any(a.name == "lane" for a in schema.arguments):
+        raise PassError(f"register_workspace_op: {op} has an argument lane, but not 'int lane=-1': declare it so, or rename it.")
+    name = f"{op.namespace}_{schema.name.split('::')[1]}" + (f"_{schema.overload_name}" if schema.overload_name else "")
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call, unused-ignore]
+    library.define(schema_with_lane(str(schema), name), tags=tuple(op.tags))
+
+    def kernel(*args: Any, lane: int = workspace.AMBIENT, **kwargs: Any) -> Any:
+        if lane == workspace.AMBIENT:
+            return op(*args, **kwargs)
+        with workspace.use_workspace_lane(lane):
+            return op(*args, **kwargs)
+
+    def fake(*args: Any, lane: int = workspace.AMBIENT, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    _libraries.append(library)  # an op lives as long as its library
+    overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return overload
+
+
+def schema_with_lane(schema: str, name: str) -> str:
+    """``ns::f.over(Tensor x, *, bool y) -> Tensor`` as ``name(Tensor x, *, bool y, int lane=-1) -> Tensor``."""
+    head, returns = schema.rsplit(" -> ", 1)
+    arguments = head.split("(", 1)[1].removesuffix(")").strip()
+    star = "" if re.search(r"(^|,)\s*\*\s*,", arguments) else "*, "
+    return f"{name}({arguments + ', ' if arguments else ''}{star}int lane=-1) -> {returns}"

@@ -1,0 +1,96 @@
+"""What an engine is told once: its sizes and choices."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ArgumentError, RequestError
+from .requests import Request
+
+__all__ = ["KV_DTYPES", "MODES", "EngineConfig"]
+
+MODES = ("plain", "mtp", "dspark", "dflash")
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.uint8}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and choices of one engine. Block counts that are left out are large enough for ``max_num_seqs`` requests of any length."""
+
+    mode: str = "plain"
+    num_speculative_tokens: int = 3
+    """Draft tokens a step (no meaning in plain mode; block drafters use what they were trained for)."""
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 256
+    """Tokens of one step, over all its requests. Longer prompts are run in chunks."""
+    max_model_len: int = 4352
+    """Positions of a request: prompt and output together."""
+    window_block_size: int = 64
+    compressed_block_size: int = 256
+    """Tokens (not records) a page of the compressed group covers; a multiple of every compress ratio."""
+    draft_block_size: int = 64
+    num_window_blocks: int | None = None
+    num_compressed_blocks: int | None = None
+    num_draft_blocks: int | None = None
+    kv_dtype: str = "float32"
+    capture_sizes: tuple[int, ...] | None = None
+    """Token counts that a step is padded to; default 1, 2, 4, .. up to ``max_num_batched_tokens``. One single size makes every
+    product of a step independent of the batch."""
+    compile: bool = False
+    device: str = "cpu"
+    record_margins: bool = False
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise ArgumentError("EngineConfig", name, expected, getattr(self, name))
+
+        require(self.mode in MODES, "mode", "one of " + ", ".join(MODES))
+        require(self.kv_dtype in KV_DTYPES, "kv_dtype", "one of " + ", ".join(KV_DTYPES))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "window_block_size", "compressed_block_size", "draft_block_size", "num_speculative_tokens"):
+            require(getattr(self, name) >= 1, name, "at least 1")
+        for name in ("num_window_blocks", "num_compressed_blocks", "num_draft_blocks"):
+            require(getattr(self, name) is None or getattr(self, name) >= 2, name, "at least 2 (block 0 is the null block)")
+        # Every decoding request then runs in every step, with all its draft tokens.
+        decodes = self.max_num_seqs * self.tokens_per_decode
+        require(self.max_num_batched_tokens >= decodes, "max_num_batched_tokens", f"at least max_num_seqs * (1 + draft tokens) = {decodes}")
+        if self.capture_sizes is not None:
+            require(bool(self.capture_sizes) and min(self.capture_sizes) >= 1, "capture_sizes", "positive token counts")
+
+    @property
+    def tokens_per_decode(self) -> int:
+        """Rows of a decoding request in a verify step: its last token and the draft tokens."""
+        return 1 + (0 if self.mode == "plain" else self.num_speculative_tokens)
+
+    def padded_tokens(self, tokens: int) -> int:
+        """The smallest capture size that holds ``tokens``; past the largest one the exact number (run without a graph)."""
+        sizes = sorted(self.capture_sizes) if self.capture_sizes is not None else _powers_of_two(self.max_num_batched_tokens)
+        at = bisect.bisect_left(sizes, tokens)
+        return sizes[at] if at < len(sizes) else tokens
+
+    def validate(self, request: Request, vocab_size: int) -> None:
+        """Raise RequestError, naming the reason, when this engine cannot serve ``request``."""
+        where = f"request {request.index}"
+        if not request.prompt_ids:
+            raise RequestError(f"{where}: the prompt is empty; give at least one token.")
+        bad = [t for t in request.prompt_ids if not 0 <= t < vocab_size]
+        if bad:
+            raise RequestError(f"{where}: token id {bad[0]} is outside the vocabulary of {vocab_size}.")
+        if len(request.prompt_ids) >= self.max_model_len:
+            raise RequestError(f"{where}: the prompt has {len(request.prompt_ids)} tokens, the limit is {self.max_model_len - 1} (max_model_len {self.max_model_len}, one for the output).")
+        if request.max_tokens < 1:
+            raise RequestError(f"{where}: max_tokens must be at least 1, got {request.max_tokens}.")
+        if not 0.0 <= request.temperature < float("inf"):
+            raise RequestError(f"{where}: temperature must be 0 or more, got {request.temperature}.")
+        if not -(2**63) <= request.seed < 2**63:
+            raise RequestError(f"{where}: seed must fit in 64 bits, got {request.seed}.")
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    sizes = [1]
+    while sizes[-1] < largest:
+        sizes.append(min(2 * sizes[-1], largest))
+    return sizes

@@ -1,0 +1,121 @@
+"""The tensors of one target step, padded the way a graph engine pads them.
+
+A step is flat: T tokens of up to R requests, padded to a capture size. Padding tokens have id 0, position 0 and slot -1; padding
+requests have length 0, a null block table and no tokens (``query_start_loc`` stays flat); padding logits rows are row 0. Every
+entry is written each time, so nothing of an earlier step survives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .._checks import NULL_BLOCK, PAD_SLOT_ID
+from .blocks import KVGroup
+from .config import EngineConfig
+from .scheduler import Scheduled
+
+__all__ = ["SampleInputs", "StepInputs", "build_step", "dummy_step"]
+
+
+class StepInputs(NamedTuple):
+    """What the target's forward reads: T tokens, R requests, L rows that need logits."""
+
+    input_ids: torch.Tensor
+    """int64 ``[T]``"""
+    positions: torch.Tensor
+    """int64 ``[T]``"""
+    query_start_loc: torch.Tensor
+    """int32 ``[R+1]``"""
+    seq_lens: torch.Tensor
+    """int32 ``[R]``: tokens of each request, those of this step included."""
+    window_slots: torch.Tensor
+    """int64 ``[T]``: slot of each token in the pages of the window group."""
+    window_table: torch.Tensor
+    """int32 ``[R, blocks]``"""
+    compressed_table: torch.Tensor
+    """int32 ``[R, blocks]``"""
+    logits_rows: torch.Tensor
+    """int64 ``[L]``: the ``1 + K`` rows of each request that give tokens (L = R * (1 + K))."""
+
+
+class SampleInputs(NamedTuple):
+    """What sampling and drafting read beside the logits, by batch row."""
+
+    idx_mapping: torch.Tensor
+    """int32 ``[R]``: state row of each request that gives tokens in this step, else -1."""
+    state_rows: torch.Tensor
+    """int32 ``[R]``: state row of each request in the step, -1 for padding."""
+    positions: torch.Tensor
+    """int64 ``[R]``: position of the first token that each request gives."""
+    draft_ids: torch.Tensor
+    """int64 ``[R, K]``, -1 where there is no draft token."""
+    next_prefill_tokens: torch.Tensor
+    """int64 ``[R]``: the prompt token after an unfinished prefill chunk, else 0."""
+    draft_table: torch.Tensor
+    """int32 ``[R, blocks]`` of the draft group (no columns without a drafter)."""
+
+
+def dummy_step(config: EngineConfig, tokens: int) -> StepInputs:
+    """A step of ``tokens`` padding tokens and nothing else: it writes no KV and gives no logits of use."""
+    reqs = config.max_num_seqs
+
+    def table(block_size: int) -> torch.Tensor:
+        return torch.full((reqs, -(-config.max_model_len // block_size)), NULL_BLOCK, dtype=torch.int32)
+
+    return StepInputs(
+        input_ids=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        query_start_loc=torch.zeros(reqs + 1, dtype=torch.int32),
+        seq_lens=torch.zeros(reqs, dtype=torch.int32),
+        window_slots=torch.full((tokens,), PAD_SLOT_ID, dtype=torch.int64),
+        window_table=table(config.window_block_size),
+        compressed_table=table(config.compressed_block_size),
+        logits_rows=torch.zeros(reqs * config.tokens_per_decode, dtype=torch.int64),
+    )
+
+
+def build_step(config: EngineConfig, groups: dict[str, KVGroup], batch: Sequence[Scheduled]) -> tuple[StepInputs, SampleInputs]:
+    """The inputs of a scheduled batch (decodes first), on the CPU."""
+    reqs, rows = config.max_num_seqs, config.tokens_per_decode
+    total = sum(part.num_tokens for part in batch)
+    step = dummy_step(config, config.padded_tokens(total))
+    draft_blocks = -(-config.max_model_len // config.draft_block_size) if "draft" in groups else 0
+    sample = SampleInputs(
+        idx_mapping=torch.full((reqs,), -1, dtype=torch.int32),
+        state_rows=torch.full((reqs,), -1, dtype=torch.int32),
+        positions=torch.zeros(reqs, dtype=torch.int64),
+        draft_ids=torch.full((reqs, rows - 1), -1, dtype=torch.int64),
+        next_prefill_tokens=torch.zeros(reqs, dtype=torch.int64),
+        draft_table=torch.full((reqs, draft_blocks), NULL_BLOCK, dtype=torch.int32),
+    )
+    tables = {"window": step.window_table, "compressed": step.compressed_table, "draft": sample.draft_table}
+    begin = 0
+    for i, part in enumerate(batch):
+        end, sequence = begin + part.num_tokens, part.sequence
+        step.input_ids[begin:end] = torch.tensor(part.token_ids)
+        step.positions[begin:end] = torch.arange(part.start, part.start + part.num_tokens)
+        step.query_start_loc[i + 1 :] = end
+        step.seq_lens[i] = part.start + part.num_tokens
+        for name in groups:
+            blocks = sequence.tables[name].blocks
+            tables[name][i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        sample.state_rows[i] = sequence.row
+        known_end = part.start + part.num_known
+        if part.samples:
+            sample.idx_mapping[i] = sequence.row
+            sample.positions[i] = known_end
+            sample.draft_ids[i, : len(part.drafts)] = torch.tensor(part.drafts, dtype=torch.int64)
+            first = end - len(part.drafts) - 1
+            step.logits_rows[i * rows : i * rows + len(part.drafts) + 1] = torch.arange(first, end)
+        else:
+            sample.next_prefill_tokens[i] = sequence.tokens[known_end]
+        begin = end
+    size = config.window_block_size
+    blocks_of = torch.repeat_interleave(step.window_table, step.query_start_loc.diff(), dim=0)
+    live = step.positions[:total]
+    physical = blocks_of.gather(1, (live // size)[:, None])[:, 0].to(torch.int64)
+    step.window_slots[:total] = torch.where(physical > NULL_BLOCK, physical * size + live % size, PAD_SLOT_ID)
+    return step, sample

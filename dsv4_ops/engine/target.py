@@ -1,0 +1,101 @@
+"""The target model: transformers' ``DeepseekV4ForCausalLM`` with paged attention in the place of its own.
+
+Embedding, hyper-connections, norms, experts, rotary embeddings, projections and head are transformers' modules with their weights;
+only ``self_attn`` of each layer is wrapped. The forward is one function of tensors with fixed shapes and no host reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import DeepseekV4ForCausalLM
+
+from ..errors import UnsupportedError
+from .attention import Geometry, PagedAttention, build_metadata
+from .blocks import KVGroup
+from .config import KV_DTYPES, EngineConfig
+from .step import StepInputs
+
+__all__ = ["Target", "TargetOutput", "geometry_of", "load_model", "target_groups"]
+
+
+class TargetOutput(NamedTuple):
+    """What one step leaves for sampling and for drafters."""
+
+    logits: torch.Tensor
+    """float32 ``[L, V]`` of the step's ``logits_rows``."""
+    streams: torch.Tensor
+    """``[T, hc_mult, D]``: residual streams after the last layer, before ``hc_head``."""
+    layer_streams: tuple[torch.Tensor, ...]
+    """The same after each layer that was asked for."""
+
+
+def load_model(model_dir: str | Path, device: str = "cpu") -> DeepseekV4ForCausalLM:
+    """The checkpoint in ``model_dir``, for inference."""
+    model = DeepseekV4ForCausalLM.from_pretrained(model_dir, attn_implementation="eager")
+    return model.to(device).eval().requires_grad_(False)
+
+
+def geometry_of(model_config: Any, config: EngineConfig) -> Geometry:
+    """What the attention needs to know of the model. Raises UnsupportedError with everything that does not fit."""
+    ratios = {kind: int(model_config.compress_rates[kind]) for kind in dict.fromkeys(model_config.layer_types) if kind != "sliding_attention"}
+    unmet = [f"head_dim {model_config.head_dim}: the KV rows hold 512 values"] if model_config.head_dim != 512 else []
+    for kind, ratio in ratios.items():
+        if config.compressed_block_size % ratio:
+            unmet.append(f"compressed_block_size {config.compressed_block_size} is not a multiple of {ratio}, the compress ratio of {kind}")
+    if unmet:
+        raise UnsupportedError("The decode engine", unmet)
+    # A record of an overlapping (CSA) compressor also reads the window before its own.
+    spans = {kind: ratio * (2 if kind == "compressed_sparse_attention" else 1) for kind, ratio in ratios.items()}
+    return Geometry(int(model_config.sliding_window), ratios, spans, config.window_block_size, config.compressed_block_size)
+
+
+def target_groups(geometry: Geometry, config: EngineConfig) -> dict[str, KVGroup]:
+    """The window and the compressed group, large enough for ``max_num_seqs`` full requests where their size is left out."""
+    keep = max([geometry.window, *geometry.spans.values()]) - 1
+    sizes = {"window": (config.window_block_size, keep, config.num_window_blocks), "compressed": (config.compressed_block_size, None, config.num_compressed_blocks)}
+
+    def group(name: str, block_size: int, keep: int | None, blocks: int | None) -> KVGroup:
+        each = KVGroup.blocks_for(config.max_model_len, block_size, keep, config.max_num_batched_tokens)
+        return KVGroup(name, block_size, blocks or 1 + config.max_num_seqs * each, keep)
+
+    return {name: group(name, *size) for name, size in sizes.items()}
+
+
+class Target(nn.Module):
+    """The model and its KV pages. ``aux_layers``: after which layers the streams are returned for a drafter."""
+
+    def __init__(self, model: DeepseekV4ForCausalLM, geometry: Geometry, config: EngineConfig, groups: dict[str, KVGroup], aux_layers: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.model, self.geometry, self.aux_layers = model, geometry, tuple(aux_layers)
+        # The default form of the experts loops over those that were hit, which it reads on the host; this one has fixed shapes.
+        model.config._experts_implementation = "batched_mm"
+        for layer in model.model.layers:
+            if isinstance(layer.self_attn, PagedAttention):
+                layer.self_attn = layer.self_attn.inner
+            pools = groups["window"].pool.num_blocks, groups["compressed"].pool.num_blocks
+            layer.self_attn = PagedAttention(layer.self_attn, geometry, *pools, KV_DTYPES[config.kv_dtype])
+
+    def forward(self, step: StepInputs) -> TargetOutput:
+        model = self.model.model
+        metadata = build_metadata(step, self.geometry)
+        input_ids, position_ids = step.input_ids[None], step.positions[None]
+        embedded = model.embed_tokens(input_ids)
+        embeddings = {kind: model.rotary_emb(embedded, position_ids=position_ids, layer_type=kind) for kind in ("main", "compress")}
+        streams = embedded.unsqueeze(2).expand(-1, -1, model.config.hc_mult, -1).contiguous()
+        aux = {}
+        for i, layer in enumerate(model.layers):
+            streams = layer(streams, input_ids=input_ids, position_embeddings=embeddings, position_ids=position_ids, attention_mask=None, metadata=metadata)
+            if i in self.aux_layers:
+                aux[i] = streams[0]
+        hidden = model.norm(model.hc_head(streams))[0]
+        logits = self.model.lm_head(hidden[step.logits_rows]).float()
+        return TargetOutput(logits, streams[0], tuple(aux[i] for i in self.aux_layers))
+
+    def kv_bytes(self) -> int:
+        """Bytes of all KV pages, records and states."""
+        return sum(buffer.numel() * buffer.element_size() for layer in self.model.model.layers for name, buffer in layer.self_attn.named_buffers() if not name.startswith("inner."))

@@ -14,10 +14,17 @@ from ._version import __version__
 _registry.load_compiled()
 
 from .batch import BatchKind, classify_batch, is_uniform_decode, unpadded_token_rows  # noqa: E402
+from .capability import (  # noqa: E402
+    explain,
+    has_sparse_mla_decode_config,
+    require_sparse_mla_decode,
+    required_sparse_topk,
+    select_sparse_width,
+)
 from .context_lens import expand_block_table, local_context_lens, mtp_context_lens, ragged_context_lens  # noqa: E402
 from .dflash import DFlashInputs, capture_query_lens, draft_buffer_tokens, prepare_dflash_inputs, round_to_capture_size, scratch_rows  # noqa: E402
 from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
-from .mixed_indices import global_topk_indices  # noqa: E402
+from .mixed_indices import build_mixed_sparse_indices, global_topk_indices, mixed_row_width  # noqa: E402
 from .rejection import rejection_sample  # noqa: E402
 from .sampling import STREAM_ACCEPTANCE, STREAM_DRAFT, STREAM_PLAIN, STREAM_RECOVERY, gumbel_sample  # noqa: E402
 from .slot_layouts import packed_page_slots, page_block_span, swa_indices_to_csr  # noqa: E402
@@ -52,6 +59,7 @@ __all__ = [
     "SwiGLUParams",
     "WorkspaceManager",
     "__version__",
+    "build_mixed_sparse_indices",
     "capture_query_lens",
     "causal_swa_indices",
     "classify_batch",
@@ -60,8 +68,10 @@ __all__ = [
     "draft_buffer_tokens",
     "draft_swa_indices",
     "expand_block_table",
+    "explain",
     "global_topk_indices",
     "gumbel_sample",
+    "has_sparse_mla_decode_config",
     "is_uniform_decode",
     "kv_cache_gather",
     "kv_cache_insert",
@@ -69,6 +79,7 @@ __all__ = [
     "kv_page_offsets",
     "loaded",
     "local_context_lens",
+    "mixed_row_width",
     "mtp_context_lens",
     "new_kv_cache",
     "num_workspace_lanes",
@@ -77,8 +88,11 @@ __all__ = [
     "prepare_dflash_inputs",
     "ragged_context_lens",
     "rejection_sample",
+    "require_sparse_mla_decode",
+    "required_sparse_topk",
     "round_to_capture_size",
     "scratch_rows",
+    "select_sparse_width",
     "skipped",
     "sparse_mla_decode",
     "swa_index_width",

@@ -33,6 +33,24 @@ def slots_at(block_table: torch.Tensor, rows: torch.Tensor, positions: torch.Ten
     return torch.where(listed & (physical > _checks.NULL_BLOCK) & (slot <= INT32_MAX), slot, _checks.PAD_SLOT_ID).to(torch.int32)
 
 
+def packed(slots: torch.Tensor, block_size: int, block_span: int) -> torch.Tensor:
+    """Slots of packed pages, in the dtype of ``slots`` and contiguous; -1 where negative or where the dtype cannot hold the result."""
+    slot = slots.to(torch.int64, memory_format=torch.contiguous_format)
+    # The largest slot whose result still fits, so that nothing has to overflow to be noticed.
+    page, offset = divmod(torch.iinfo(slots.dtype).max, block_span)
+    largest = page * block_size + min(offset, block_size - 1)
+    moved = slot + slot.div(block_size, rounding_mode="floor") * (block_span - block_size)
+    return torch.where((slot >= 0) & (slot <= largest), moved, _checks.PAD_SLOT_ID).to(slots.dtype)
+
+
+def listed_lens(listed: torch.Tensor) -> torch.Tensor:
+    """One past the last true column of each row: int32 ``[n]``."""
+    if listed.shape[1] == 0:
+        return torch.zeros(listed.shape[0], dtype=torch.int32, device=listed.device)
+    columns = torch.arange(1, listed.shape[1] + 1, dtype=torch.int32, device=listed.device)
+    return (listed * columns).amax(1)
+
+
 def safe_requests(token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Request ids that may be loaded from (int64, 0 where they must not be used), and which tokens have one."""
     has_request = is_valid_token & (token_to_req_indices >= 0) & (token_to_req_indices < num_reqs)

@@ -28,7 +28,7 @@ import torch
 
 from . import _checks, _registry
 from ._registry import BadInput, Sample
-from ._slots import INT32_MAX
+from ._slots import INT32_MAX, packed
 from .errors import ArgumentDtypeError, ArgumentError, ArgumentShapeError
 
 __all__ = ["packed_page_slots", "page_block_span", "swa_indices_to_csr"]
@@ -164,21 +164,15 @@ def _packed_check(slots: torch.Tensor, block_size: int, block_span: int) -> None
 
 
 def _packed_reference(slots: torch.Tensor, block_size: int, block_span: int) -> torch.Tensor:
-    def packed(slot: int) -> int:
+    def moved(slot: int) -> int:
         result = slot // block_size * block_span + slot % block_size
         return result if slot >= 0 and result <= torch.iinfo(slots.dtype).max else _checks.PAD_SLOT_ID
 
-    return torch.tensor([packed(slot) for slot in slots.flatten().tolist()], dtype=slots.dtype, device=slots.device).reshape(slots.shape)
+    return torch.tensor([moved(slot) for slot in slots.flatten().tolist()], dtype=slots.dtype, device=slots.device).reshape(slots.shape)
 
 
 def _packed_torch(slots: torch.Tensor, block_size: int, block_span: int) -> torch.Tensor:
-    slot = slots.to(torch.int64, memory_format=torch.contiguous_format)
-    limit = torch.iinfo(slots.dtype).max
-    # The largest slot whose result the dtype holds, so that nothing has to overflow to be noticed.
-    page, offset = divmod(limit, block_span)
-    largest = page * block_size + min(offset, block_size - 1)
-    packed = slot + slot.div(block_size, rounding_mode="floor") * (block_span - block_size)
-    return torch.where((slot >= 0) & (slot <= largest), packed, _checks.PAD_SLOT_ID).to(slots.dtype)
+    return packed(slots, block_size, block_span)
 
 
 def _packed_fake(slots: torch.Tensor, block_size: int, block_span: int) -> torch.Tensor:

@@ -90,7 +90,8 @@ class Op:
     bad_inputs: Callable[..., Iterator[BadInput]] = None  # type: ignore[assignment]
     backends: dict[str, str] = field(default_factory=dict)
     """Device type -> which implementation serves it ("reference", "torch", "c++", "triton", ...)."""
-    has_triton: bool = False
+    torch_impl: Callable[..., Any] | None = None
+    triton: Callable[..., Any] | None = None
     cpp: frozenset[str] = frozenset()
     """Device types whose kernel is C++ (those do not run the Python check themselves)."""
     cpp_sources: frozenset[str] = frozenset()
@@ -154,7 +155,7 @@ class Op:
                 _same_signature(self, role, function)
         self.check, self.reference, self.fake = check, reference, fake
         self.samples, self.sized, self.bad_inputs = samples, sized, bad_inputs
-        self.has_triton = triton is not None
+        self.torch_impl, self.triton = torch_impl, triton
 
         def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
             def kernel(*args: Any, **kwargs: Any) -> Any:

@@ -20,8 +20,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Atten
 
 from .._checks import PAD_SLOT_ID
 from ..context_lens import expand_block_table, ragged_context_lens
+from ..global_indices import global_topk_indices
 from ..kv_cache import kv_cache_insert, new_kv_cache
-from ..mixed_indices import global_topk_indices
 from ..sparse_decode import sparse_mla_decode
 from ..swa_indices import causal_swa_indices, decode_swa_width
 from ..topk import topk
@@ -188,6 +188,7 @@ class PagedAttention(nn.Module):
     """Stands where a ``DeepseekV4Attention`` stood, with its signature; reads and writes paged KV as ``metadata`` says."""
 
     kv_cache: torch.Tensor
+    records: torch.Tensor
 
     def __init__(self, inner: DeepseekV4Attention, geometry: Geometry, num_window_blocks: int, num_compressed_blocks: int, kv_dtype: torch.dtype) -> None:
         super().__init__()

@@ -16,10 +16,14 @@ from typing import NamedTuple, Protocol
 import torch
 from transformers import DeepseekV4ForCausalLM
 
+from ..batch import classify_batch
+from ..errors import ArgumentError
 from ..rejection import rejection_sample
 from ..sampling import gumbel_sample
+from ..workspace import num_workspace_lanes, use_workspace_lane
 from .blocks import KVGroup
 from .config import EngineConfig
+from .proposers import load_proposer
 from .requests import Completion, Request
 from .scheduler import Scheduled, Scheduler, Sequence_
 from .step import SampleInputs, StepInputs, build_step
@@ -63,6 +67,9 @@ class Proposer(Protocol):
     def allocate(self, num_blocks: int) -> None:
         """Make the KV pages of the draft group."""
 
+    def kv_bytes(self) -> int:
+        """Their size."""
+
     def propose(self, inputs: ProposeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft ids int64 ``[R, K]`` (-1: none) and the logits ``[R, K, V]`` that they were drawn from, by batch row."""
 
@@ -87,7 +94,11 @@ class EngineStats:
 
 
 class Engine:
-    """Serves requests with one model. ``model``: a checkpoint folder, or a loaded target."""
+    """Serves requests with one model.
+
+    ``model``: a checkpoint folder, which also holds the drafter of ``config.mode``; or a loaded target, with ``proposer`` where the
+    mode has one. Raises UnsupportedError when the model does not fit, ArgumentError when config and proposer do not.
+    """
 
     def __init__(self, model: str | Path | DeepseekV4ForCausalLM, config: EngineConfig | None = None, proposer: Proposer | None = None) -> None:
         self.config = config = config or EngineConfig()
@@ -96,14 +107,14 @@ class Engine:
         self.device = torch.device(config.device)
         geometry = geometry_of(hf.config, config)
         self.groups = target_groups(geometry, config)
-        self.proposer = proposer
+        self.proposer = proposer = self._proposer(model, hf, proposer)
         if proposer is not None:
             each = KVGroup.blocks_for(config.max_model_len, config.draft_block_size, proposer.window, config.max_num_batched_tokens + proposer.lookahead)
             blocks = config.num_draft_blocks or 1 + config.max_num_seqs * each
             self.groups["draft"] = KVGroup("draft", config.draft_block_size, blocks, proposer.window)
             proposer.allocate(blocks)
         self.target = Target(hf, geometry, config, self.groups, proposer.aux_layers if proposer is not None else ())
-        self._forward: Callable[[StepInputs], TargetOutput] = torch.compile(self.target, fullgraph=True) if config.compile else self.target
+        self._forward: Callable[[StepInputs], TargetOutput] = torch.compile(self.target, fullgraph=True, dynamic=True) if config.compile else self.target
         self.scheduler = Scheduler(config, self.groups, proposer.lookahead if proposer is not None else 0)
         self.scheduler.on_preempt = self._save_state
         # By state row; one spare row takes what has no request.
@@ -112,7 +123,18 @@ class Engine:
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.last_sampled = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.draft_logits = torch.zeros(rows, config.tokens_per_decode - 1, self.vocab_size, device=self.device)
-        self.stats = EngineStats(kv_bytes=self.target.kv_bytes())
+        kv_bytes = self.target.kv_bytes() + (proposer.kv_bytes() if proposer is not None else 0)
+        self.stats = EngineStats(kv_bytes=kv_bytes, workspace_lanes=num_workspace_lanes(config))
+
+    def _proposer(self, model: str | Path | DeepseekV4ForCausalLM, hf: DeepseekV4ForCausalLM, proposer: Proposer | None) -> Proposer | None:
+        config = self.config
+        if proposer is None and not isinstance(model, DeepseekV4ForCausalLM):
+            proposer = load_proposer(model, hf, config)
+        if (proposer is None) != (config.mode == "plain"):
+            raise ArgumentError("Engine", "proposer", "given exactly when the mode is not plain and the model is not a folder", f"{proposer!r} in mode {config.mode}")
+        if proposer is not None and proposer.num_tokens != config.num_speculative_tokens:
+            raise ArgumentError("Engine", "proposer", f"one of {config.num_speculative_tokens} draft tokens (num_speculative_tokens)", proposer.num_tokens)
+        return proposer
 
     def generate(self, requests: Iterable[Request], on_finish: Callable[[Completion], None] | None = None) -> list[Completion]:
         """Serve all requests; completions in the order of ``requests``. ``on_finish`` sees each as soon as it is done.
@@ -134,7 +156,8 @@ class Engine:
         """Run one step; the requests that it finished."""
         batch = self.scheduler.schedule()
         self._load_state(batch)
-        step, sample = (type(t)(*(x.to(self.device) for x in t)) for t in build_step(self.config, self.groups, batch))
+        on_host = build_step(self.config, self.groups, batch)
+        step, sample = StepInputs(*(t.to(self.device) for t in on_host[0])), SampleInputs(*(t.to(self.device) for t in on_host[1]))
         output = self._forward(step)
         sampled, num_sampled = self._sample(output.logits, sample)
         drafts = self._propose(step, sample, output, sampled, num_sampled)
@@ -182,7 +205,9 @@ class Engine:
         newest = sampled.gather(1, (num_sampled.to(torch.int64) - 1).clamp(min=0)[:, None])[:, 0]
         self.last_sampled[rows] = newest
         num_rejected = torch.where(live, (sample.draft_ids >= 0).sum(1) + 1 - num_sampled, 0).to(torch.int32)
-        ids, logits = self.proposer.propose(ProposeInputs(step, sample, output, num_sampled, num_rejected, self.last_sampled, self.temperature, self.seeds))
+        inputs = ProposeInputs(step, sample, output, num_sampled, num_rejected, self.last_sampled, self.temperature, self.seeds)
+        with use_workspace_lane(self.stats.workspace_lanes - 1):
+            ids, logits = self.proposer.propose(inputs)
         self.draft_logits[rows] = logits
         drafts: list[list[int]] = ids.tolist()
         return [list(itertools.takewhile(lambda token: token >= 0, row)) for row in drafts]
@@ -209,5 +234,6 @@ class Engine:
         stats.steps += 1
         stats.step_tokens += sum(part.num_tokens for part in batch)
         stats.padded_tokens += step.input_ids.shape[0]
-        stats.decode_only_steps += not any(part.num_known > 1 for part in batch)
+        kind = classify_batch([part.num_tokens for part in batch], [part.start for part in batch], [part.sequence.num_prefill for part in batch])
+        stats.decode_only_steps += kind.is_pure_decode
         stats.preemptions = self.scheduler.num_preemptions

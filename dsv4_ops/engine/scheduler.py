@@ -18,7 +18,7 @@ from .blocks import BlockTable, KVGroup
 from .config import EngineConfig
 from .requests import Completion, Request
 
-__all__ = ["BatchSplit", "Scheduled", "Scheduler", "Sequence_", "split_decodes_and_prefills"]
+__all__ = ["Scheduled", "Scheduler", "Sequence_"]
 
 
 @dataclass(eq=False)
@@ -67,20 +67,6 @@ class Scheduled(NamedTuple):
     @property
     def token_ids(self) -> list[int]:
         return self.sequence.tokens[self.start : self.start + self.num_known] + self.drafts
-
-
-class BatchSplit(NamedTuple):
-    num_decodes: int
-    num_decode_tokens: int
-    num_prefills: int
-    num_prefill_tokens: int
-
-
-def split_decodes_and_prefills(num_computed: Sequence[int], num_prefill: Sequence[int], query_lens: Sequence[int], num_reqs: int) -> BatchSplit:
-    """Sizes of the decode part and the prefill part of a batch. Rows from ``num_reqs`` on are padding, whatever they hold."""
-    rows = [(computed >= prefill, length) for computed, prefill, length in zip(num_computed, num_prefill, query_lens, strict=True)][:num_reqs]
-    decodes, prefills = ([length for decoding, length in rows if length and decoding is kind] for kind in (True, False))
-    return BatchSplit(len(decodes), sum(decodes), len(prefills), sum(prefills))
 
 
 class Scheduler:

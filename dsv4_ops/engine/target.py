@@ -36,8 +36,9 @@ class TargetOutput(NamedTuple):
 
 def load_model(model_dir: str | Path, device: str = "cpu") -> DeepseekV4ForCausalLM:
     """The checkpoint in ``model_dir``, for inference."""
-    model = DeepseekV4ForCausalLM.from_pretrained(model_dir, attn_implementation="eager")
-    return model.to(device).eval().requires_grad_(False)
+    model: Any = DeepseekV4ForCausalLM.from_pretrained(model_dir, attn_implementation="eager")
+    loaded: DeepseekV4ForCausalLM = model.to(device).eval().requires_grad_(False)
+    return loaded
 
 
 def geometry_of(model_config: Any, config: EngineConfig) -> Geometry:

@@ -17,9 +17,14 @@ using torch::stable::Tensor;
 Tensor topk_cpu(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane);
 std::tuple<Tensor, Tensor> topk_values_cpu(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane);
 
+std::tuple<Tensor, Tensor> sparse_mla_decode_cpu(
+    const Tensor& q, const Tensor& swa_cache, const Tensor& swa_indices, const Tensor& swa_lens, const std::optional<Tensor>& extra_cache,
+    const std::optional<Tensor>& extra_indices, const std::optional<Tensor>& extra_lens, const std::optional<Tensor>& attn_sink, double scale, int64_t lane);
+
 }  // namespace dsv4_ops
 
 STABLE_TORCH_LIBRARY_IMPL(dsv4_ops, CPU, m) {
+  m.impl("sparse_mla_decode", TORCH_BOX(&dsv4_ops::sparse_mla_decode_cpu));
   m.impl("topk", TORCH_BOX(&dsv4_ops::topk_cpu));
   m.impl("topk_values", TORCH_BOX(&dsv4_ops::topk_values_cpu));
 }

@@ -91,12 +91,14 @@ def _reference(gate_up: torch.Tensor, alpha: float = 1.0, beta: float = 0.0, lim
 
 def _torch(gate_up: torch.Tensor, alpha: float = 1.0, beta: float = 0.0, limit: float | None = None, interleaved: bool = False) -> torch.Tensor:
     g, u = _halves(gate_up, interleaved)
+    copied = gate_up.dtype != torch.float32  # then both halves are copies, free to be overwritten
     if limit is not None:
-        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+        g, u = (g.clamp_(max=limit), u.clamp_(-limit, limit)) if copied else (g.clamp(max=limit), u.clamp(-limit, limit))
     if beta != 0:
-        u = u + beta
+        u = u.add_(beta) if copied else u + beta
     # exp() and not sigmoid(): PyTorch's CPU sigmoid and SiLU round the last few elements of a tensor in another way than the rest.
-    return torch.div(g, torch.mul(g, -alpha).exp_().add_(1)).mul_(u).to(gate_up.dtype).contiguous()
+    result = torch.mul(g, -alpha).exp_().add_(1)
+    return torch.div(g, result, out=result).mul_(u).to(gate_up.dtype).contiguous()
 
 
 def _fake(gate_up: torch.Tensor, alpha: float = 1.0, beta: float = 0.0, limit: float | None = None, interleaved: bool = False) -> torch.Tensor:

@@ -554,17 +554,23 @@ def test_all_greedy_shortcut_changes_nothing() -> None:
 # ---- speed
 
 
-def fastest(function: Callable[[], object], runs: int = 7) -> float:
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def ratio(function: Callable[[], object], plain: Callable[[], object], runs: int = 15) -> float:
+    """Fastest against fastest of interleaved runs, in processor time of one thread: other work on the machine hardly shows."""
+    best, threads = [math.inf, math.inf], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(runs):
+            for i, call in enumerate((function, plain)):
+                start = time.thread_time()
+                call()
+                best[i] = min(best[i], time.thread_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return best[0] / best[1]
 
 
 def test_gumbel_sample_costs_less_than_three_plain_draws() -> None:
-    """Against softmax, exponential_ and arg-max at the vocabulary of the model (0.6x on one core)."""
+    """Against softmax, exponential_ and arg-max at the vocabulary of the model (0.6x to 1.5x on one core)."""
     logits, (t, seeds, mapping) = torch.randn(4, 129280), requests(4, 0.7)
     plain = lambda: torch.softmax(logits / 0.7, -1).div_(torch.empty_like(logits).exponential_()).argmax(-1)  # noqa: E731
-    assert fastest(lambda: gumbel_sample(logits, t, seeds, seeds, mapping)) < 3 * fastest(plain)
+    assert ratio(lambda: gumbel_sample(logits, t, seeds, seeds, mapping), plain) < 3

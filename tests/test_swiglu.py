@@ -190,17 +190,24 @@ def test_row_has_the_same_bits_in_any_batch() -> None:
     assert all(torch.equal(swiglu(x[i : i + 1], 1.702, 1.0, 7.0)[0], whole[i]) for i in range(33))
 
 
-def fastest(function: Callable[[], object], runs: int = 9) -> float:
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def ratio(function: Callable[[], object], plain: Callable[[], object], runs: int = 15) -> float:
+    """Fastest against fastest of interleaved runs, in processor time of one thread: other work on the machine hardly shows."""
+    best, threads = [math.inf, math.inf], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(runs):
+            for i, call in enumerate((function, plain)):
+                start = time.thread_time()
+                call()
+                best[i] = min(best[i], time.thread_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return best[0] / best[1]
 
 
 def test_costs_less_than_three_times_the_plain_calls() -> None:
-    x = torch.randn(256, 4096).bfloat16()
+    """1.7x to 2.1x on one core."""
+    x = torch.randn(64, 4096).bfloat16()
     silu = torch.nn.functional.silu
     plain = lambda: (silu(x[:, :2048].float().clamp(max=10)) * x[:, 2048:].float().clamp(-10, 10)).bfloat16()  # noqa: E731
-    assert fastest(lambda: swiglu(x, 1.0, 0.0, 10.0)) < 3 * fastest(plain)
+    assert ratio(lambda: swiglu(x, 1.0, 0.0, 10.0), plain) < 3

@@ -24,7 +24,7 @@ Greedy request: a proposal is accepted iff it is the arg-max of the target row; 
 of its row. Otherwise: accepted iff ``u * q(x) < p(x)`` with u of the acceptance stream; a rejected proposal is replaced by a draw from
 ``max(p - q, 0)`` with the recovery stream (from p where that is all zero by rounding). A placeholder is always rejected and its position is
 then sampled from the full target with the *plain* stream, as is the bonus token: so a request whose K proposals are all placeholders emits exactly
-what ``gumbel_sample`` gives a request that decodes plainly.
+what ``gumbel_sample`` gives a request that decodes plainly. Proposals are judged one by one; block verification is not offered.
 
 The sums behind p and q run in a fixed binary tree, so no result depends on the row's place or its batch. Graph-safe: yes (no host read; on CPU
 only, a batch without a random request skips the random half). Replaces the rejection samplers of serving engines.

@@ -393,7 +393,7 @@ def _local_reference(lens: torch.Tensor, cp_rank: int, cp_size: int, cp_interlea
 
 
 def _local_torch(lens: torch.Tensor, cp_rank: int, cp_size: int, cp_interleave: int = 1) -> torch.Tensor:
-    total = lens.to(torch.int64, memory_format=torch.contiguous_format).clamp(min=0)
+    total = lens.to(torch.int64).contiguous().clamp(min=0)
     whole = total // (cp_size * cp_interleave)
     rest = total - whole * (cp_size * cp_interleave)
     own = (rest - cp_rank * cp_interleave).clamp(min=0, max=cp_interleave)
@@ -417,6 +417,7 @@ def _local_samples(device: torch.device | str, seed: int = 0) -> Iterator[Sample
     yield Sample("no columns", (lens(3, 0), 0, 2))
     yield Sample("int64 extremes", (torch.tensor([2**63 - 1, 2**40, -(2**63), 0], device=device), 0, 2, 3))
     yield Sample("transposed and strided", (lens(6, 8)[::2, ::2].t(), 1, 3, 4))
+    yield Sample("transposed int64", (lens(6, 8).long().t(), 1, 3, 4))
 
 
 def _local_sized(device: torch.device | str, n: int, seed: int = 0) -> Sample:

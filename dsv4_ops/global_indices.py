@@ -113,6 +113,8 @@ def _global_samples(device: torch.device | str, seed: int = 0) -> Iterator[Sampl
     yield Sample("request ids outside the table", tuple(a.to(device) for a in (garbage, ids, torch.ones(4, dtype=torch.bool), table_for_samples(g, 2, 2))), {"block_size": 2})
     wide = drawn("narrowed table and strided rows", 8, 12, 3, 9, 4)
     yield Sample(wide.label, (wide.args[0][::2, 1:9:2], wide.args[1][::2], wide.args[2][::2], wide.args[3][:, 2:6]), wide.kwargs)
+    wide = drawn("transposed rows and table", 6, 6, 3, 3, 4)
+    yield Sample(wide.label, (wide.args[0].t(), *wide.args[1:3], wide.args[3].t()), wide.kwargs)
 
 
 def _global_sized(device: torch.device | str, n: int, seed: int = 0) -> Sample:

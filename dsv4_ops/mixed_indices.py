@@ -367,6 +367,9 @@ def _mixed_samples(device: torch.device | str, seed: int = 0) -> Iterator[Sample
     wide = drawn("narrowed tables and strided rows", 6, 4, 8, blocks=8)
     a = wide.args
     yield Sample(wide.label, (a[0][::2], a[1][::2], a[2][::2, ::2], a[3][::2, ::2], *(t[::2] for t in a[4:7]), a[7][:, 1:6:2], a[8][:, 2:6]), wide.kwargs)
+    wide = drawn("transposed rows and tables", 4, 4, 4, sizes=(4, 2, 3, 4), requests=4, decode_indices_are_global=True, compressed_block_span=3)
+    a = wide.args
+    yield Sample(wide.label, (a[0].t(), a[1], a[2].t(), a[3].t(), *a[4:7], a[7].t(), a[8].t()), wide.kwargs)
 
 
 def _mixed_sized(device: torch.device | str, n: int, seed: int = 0) -> Sample:

@@ -105,6 +105,8 @@ def _csr_samples(device: torch.device | str, seed: int = 0) -> Iterator[Sample]:
     yield Sample("all holes, all dropped", (torch.full_like(indices, -1), torch.full((5,), 4, dtype=torch.int32, device=device)), {"drop_holes": True})
     wide = drawn("strided rows", 8, 9)
     yield Sample(wide.label, (wide.args[0][::2, 1:8:2], wide.args[1][::2]), {"drop_holes": True})
+    wide = drawn("transposed rows", 6, 6)
+    yield Sample(wide.label, (wide.args[0].t(), wide.args[1]), wide.kwargs)
 
 
 def _csr_sized(device: torch.device | str, n: int, seed: int = 0) -> Sample:
@@ -194,6 +196,7 @@ def _packed_samples(device: torch.device | str, seed: int = 0) -> Iterator[Sampl
     limit = (2**63 - 1) // 65 * 64
     yield Sample("int64 limits", (torch.tensor([2**63 - 1, limit, limit + 7, limit + 8, limit - 1, -(2**63), 2**40], device=device), 64, 65))
     yield Sample("transposed and strided", (slots(6, 8)[::2, ::2].t(), 4, 5))
+    yield Sample("transposed int64", (slots(6, 8, dtype=torch.int64).t(), 4, 5))
 
 
 def _packed_sized(device: torch.device | str, n: int, seed: int = 0) -> Sample:

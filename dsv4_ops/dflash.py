@@ -52,9 +52,10 @@ temperature, seeds      fp32,     [S]                copies
 
 * *Kept* tokens are those before the rejected suffix. Queries start one after the last kept position; with none kept, at
   the request's own first position.
-* *Inert* requests: no tokens, a state outside the table, or a first query at or past ``max_model_len``. Ids 0, positions 0,
-  slots -1, length 0, sample index and position 0, mapping -1, ``is_padding`` true, context rows as of rejected tokens; nothing
-  is loaded by their state. They keep their place ``i * Q``.
+* *Inert* requests: no tokens, a state outside the table, or a first query at or past ``max_model_len``. Query ids 0, positions 0,
+  slots -1, length 0, sample index and position 0, mapping -1, ``is_padding`` true. They keep their place ``i * Q``. Nothing is
+  loaded by a state outside the table, and the context rows of such a request are those of no request; a request that is only too
+  long still has the context KV of its kept tokens written, since other requests may share that prefix.
 * A query past ``max_model_len`` has position ``max_model_len - 1``, slot -1 and mapping -1. An unfinished prefill chunk has its
   queries laid out as usual and mapping -1.
 * Context rows of rejected tokens, of no request, and of positions outside ``[0, max_model_len)``: position 0, slot -1.
@@ -323,14 +324,14 @@ def _reference(a: _Arguments) -> tuple[torch.Tensor, ...]:
         if length == 0 or not 0 <= state < states:
             continue
         kept = length - min(max(0, rejected), length)
-        first = max(0, target[start + kept - 1] + 1 if kept else target[start])
-        if first >= a.max_model_len:
-            continue
         for t in range(start, start + kept):
             if 0 <= target[t] < a.max_model_len:
                 context_positions[t] = target[t]
                 for g in range(len(tables)):
                     context_slots[g][t] = slot(g, i, target[t])
+        first = max(0, target[start + kept - 1] + 1 if kept else target[start])
+        if first >= a.max_model_len:
+            continue
         seq_lens[i] = min(first + queries, a.max_model_len)
         anchor = int((a.last_sampled if sampled > 0 else a.next_prefill_tokens)[state])
         for j in range(queries):
@@ -394,11 +395,11 @@ def _torch(a: _Arguments) -> tuple[torch.Tensor, ...]:
     # Requests: [R]
     start, length = starts[:-1], starts.diff()
     state = a.idx_mapping.to(i64)
-    live = (length > 0) & (state >= 0) & (state < states)
+    known = (length > 0) & (state >= 0) & (state < states)
     kept = length - torch.minimum(a.num_rejected.to(i64).clamp(min=0), length)
     some = (kept > 0).to(i64)
-    first = (_load(target, (start + (kept - 1).clamp(min=0),), live) + some).clamp(min=0)
-    live &= first < a.max_model_len
+    first = (_load(target, (start + (kept - 1).clamp(min=0),), known) + some).clamp(min=0)
+    live = known & (first < a.max_model_len)
     sampled = a.num_sampled > 0
     anchor = torch.where(sampled, _load(a.last_sampled, (state,), live & sampled), _load(a.next_prefill_tokens, (state,), live & ~sampled))
 
@@ -414,7 +415,7 @@ def _torch(a: _Arguments) -> tuple[torch.Tensor, ...]:
     token = torch.arange(tokens, device=device)
     owner = torch.searchsorted(starts, token, right=True) - 1
     owned = (owner >= 0) & (owner < requests)
-    keep = owned & (_load(live, (owner,), owned) > 0) & (token - _load(start, (owner,), owned) < _load(kept, (owner,), owned))
+    keep = owned & (_load(known, (owner,), owned) > 0) & (token - _load(start, (owner,), owned) < _load(kept, (owner,), owned))
     keep &= (target >= 0) & (target < a.max_model_len)
 
     query_slots = torch.full((len(a.block_tables), a.max_tokens), _checks.PAD_SLOT_ID, dtype=i64, device=device)

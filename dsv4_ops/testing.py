@@ -16,7 +16,7 @@ import torch
 from . import _registry
 from ._registry import BadInput, Op, Sample
 
-__all__ = ["TOLERANCES", "BadInput", "Canary", "Op", "Sample", "assert_same", "assert_topk", "canaries", "clone_args", "leaves", "ops", "outputs", "poisoned", "samples"]
+__all__ = ["TOLERANCES", "BadInput", "Canary", "Op", "Sample", "assert_same", "assert_topk", "canaries", "check_fake", "clone_args", "fake_call", "incomplete_ops", "leaves", "ops", "outputs", "poisoned", "samples"]
 
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float32: (1e-5, 1e-5),
@@ -149,6 +149,61 @@ def assert_topk(indices: torch.Tensor, logits: torch.Tensor, lengths: torch.Tens
         last_tied = chosen[scores[chosen] == lowest].max()
         earlier = out & (scores == lowest) & (torch.arange(length) < last_tied)
         assert not bool(earlier.any()), f"row {i}: column {int(earlier.nonzero()[0])} is left out for the later tied column {int(last_tied)}"
+
+
+def fake_call(sample: Sample) -> Callable[[Callable[..., Any]], Any]:
+    """``fake_call(sample)(overload)`` runs the op's fake on fake copies of the sample, strides and offsets kept."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def run(overload: Callable[..., Any]) -> Any:
+        with FakeTensorMode() as mode:
+
+            def convert(value: Any) -> Any:
+                if isinstance(value, list):
+                    return [convert(item) for item in value]
+                return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+            return overload(*map(convert, sample.args), **{k: convert(v) for k, v in sample.kwargs.items()})
+
+    return run
+
+
+def check_fake(overload: Callable[..., Any], sample: Sample) -> None:
+    """The fake of ``overload`` has the shapes, strides, dtypes, devices and storage offsets of the real op on ``sample``.
+
+    ``torch.library.opcheck`` has compared strides on CUDA only in some versions of PyTorch; this always does.
+    """
+    mine = clone_args(sample)
+    real, fake = outputs(overload(*mine.args, **mine.kwargs)), outputs(fake_call(sample)(overload))
+    assert len(fake) == len(real), f"{sample.label}: the fake gives {len(fake)} outputs, the op {len(real)}"
+    for i, (f, r) in enumerate(zip(fake, real, strict=True)):
+        for what, a, b in (
+            ("shape", tuple(f.shape), tuple(r.shape)),
+            ("strides", f.stride(), r.stride()),
+            ("dtype", f.dtype, r.dtype),
+            ("device", f.device.type, r.device.type),
+            ("storage offset", f.storage_offset(), r.storage_offset()),
+        ):
+            assert a == b, f"{sample.label}: output {i} of the fake has {what} {a}, the op's has {b}"
+
+
+def incomplete_ops() -> dict[str, list[str]]:
+    """What ops of the namespace lack of kernel, fake, reference and samples, by name; empty when all are whole."""
+    known = {op.name: op for op in ops()}
+    result: dict[str, list[str]] = {}
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, name = schema.name.split("::")
+        if namespace != _registry.NAMESPACE:
+            continue
+        full = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+        kernels = any(torch._C._dispatch_has_kernel_for_dispatch_key(full, key) for key in ("CPU", "CompositeExplicitAutograd"))
+        fake = torch._library.simple_registry.singleton.find(full).fake_impl.kernel is not None
+        missing = [what for what, there in (("CPU kernel", kernels), ("fake", fake), ("entry in the registry", name in known)) if not there]
+        if name in known and not any(True for _ in known[name].samples("cpu")):
+            missing.append("samples")
+        if missing:
+            result[full] = missing
+    return result
 
 
 def check_bad_input(call: Callable[..., Any], bad: BadInput) -> None:

@@ -20,7 +20,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> _registry.Op:
     monkeypatch.setattr(_registry, "NAMESPACE", "dsv4_ops_registry_test")
     monkeypatch.setattr(_registry, "_library", torch.library.Library("dsv4_ops_registry_test", "FRAGMENT"))
     monkeypatch.setattr(_registry.Op, "overload", property(lambda self: getattr(torch.ops.dsv4_ops_registry_test, self.name).default))
-    return _registry.define("toy(Tensor seq_lens, int next_n, int compress_ratio=1) -> Tensor")
+    return _registry.define(MTP.schema.replace(MTP.name, "toy", 1))
 
 
 @pytest.mark.parametrize("role", ["check", "reference", "fake", "samples", "sized", "bad_inputs"])

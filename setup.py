@@ -203,6 +203,9 @@ PARTS, MISSING = plan()
 
 
 def write_report(build_lib: str, in_source: bool) -> None:
+    if in_source:
+        for name in MISSING:  # what an earlier build in place left would be loaded, though it is of other sources
+            (ROOT / "dsv4_ops" / f"{name}.abi3.so").unlink(missing_ok=True)
     for folder in [Path(build_lib) / "dsv4_ops", *([ROOT / "dsv4_ops"] if in_source else [])]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / REPORT).write_text(json.dumps({"missing": MISSING}, indent=1) + "\n")

@@ -167,6 +167,10 @@ def test_missing_compiler_is_written_down_or_fails_as_asked(tmp_path: Path) -> N
     build_ext(sources, tmp_path / "auto", CC=nowhere, CXX=nowhere)
     assert not list((tmp_path / "auto").rglob("*.so"))
     assert "the build failed" in (tmp_path / "auto" / "dsv4_ops" / "_build.json").read_text()
+    stale = sources / "dsv4_ops" / "_C.abi3.so"
+    stale.write_bytes(b"of an earlier build")
+    run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=sources, CC=nowhere, CXX=nowhere)
+    assert not stale.exists()
     failed = build_ext(sources, tmp_path / "require", check=False, CC=nowhere, CXX=nowhere, DSV4_OPS_BUILD="require")
     assert failed.returncode != 0 and "no-compiler" in failed.stderr
 

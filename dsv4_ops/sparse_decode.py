@@ -350,4 +350,4 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     yield BadInput("lane -2", args, ArgumentError, "lane must be at least -1", {**kwargs, "lane": -2})
 
 
-SPARSE_MLA_DECODE.implement(check=_check, reference=_reference, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs, torch_impl=_torch)
+SPARSE_MLA_DECODE.implement(check=_check, reference=_reference, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs, torch_impl=_torch, cpp=("cpu",))

@@ -72,6 +72,8 @@ class Completion:
     """"length" or "stop"."""
     margins: list[float] = field(default_factory=list)
     """Gap between the two best logits at each token, when the engine records it."""
+    logits: list[Any] = field(default_factory=list, repr=False, compare=False)
+    """The target's logits row (a CPU tensor) at each token, when the engine records it."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class EngineConfig:
     compile: bool = False
     device: str = "cpu"
     record_margins: bool = False
+    record_logits: bool = False
+    """Keep the target's logits row of every generated token (``Completion.logits``): for checks, a row is as long as the vocabulary."""
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, expected: str) -> None:

@@ -223,8 +223,10 @@ class Engine:
             self.stats.tokens += given
             if completion.steps > decode_steps:
                 self.stats.accepted[given] += 1
+            first = i * self.config.tokens_per_decode
+            if self.config.record_logits:
+                completion.logits += logits[first : first + given].to("cpu", copy=True).unbind()
             if self.config.record_margins and given:
-                first = i * self.config.tokens_per_decode
                 best = logits[first : first + given].topk(2).values
                 completion.margins += (best[:, 0] - best[:, 1]).tolist()
         return finished

@@ -24,6 +24,7 @@ import torch
 import torch.fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+from ..errors import PassError
 from ..workspace import LANE_MARK, REGION_MARK
 
 __all__ = ["Body", "OpCall", "as_op_call", "bodies", "clone_body", "find_op_nodes", "graph_text", "lane_mark", "region_mark", "set_lane_mark", "source_of", "storage_of"]
@@ -114,6 +115,13 @@ class Body:
     module: torch.fx.GraphModule
 
 
+def owner_of(graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """The module that runs ``graph``."""
+    if graph.owning_module is None:
+        raise PassError("this graph belongs to no module, so the bodies that it calls cannot be found. Run the pass on the graph of a GraphModule.")
+    return graph.owning_module
+
+
 def bodies(graph: torch.fx.Graph) -> Iterator[Body]:
     """Graph modules that the higher-order ops of ``graph`` run, in order of their calls."""
     owner = graph.owning_module
@@ -138,7 +146,7 @@ def clone_body(body: Body, module: torch.fx.GraphModule, suffix: str) -> None:
 
     ``invoke_subgraph`` caches what it traced by identifier: with the old one the clone would run the original's code.
     """
-    graph, owner = body.call.graph, body.call.graph.owning_module
+    graph, owner = body.call.graph, owner_of(body.call.graph)
     name = f"{str(body.attribute.target).replace('.', '_')}_{suffix}"
     while getattr(owner, name, module) is not module:
         name += "_"

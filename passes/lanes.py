@@ -215,7 +215,7 @@ class BindLanes(LanePass):
         return None if _digest.get() is None else super().uuid()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        self.last = bind_lanes(graph.owning_module, unmarked=self.unmarked, clone=False)
+        self.last = bind_lanes(fx_utils.owner_of(graph), unmarked=self.unmarked, clone=False)
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ class VerifyLanes(LanePass):
         return {"ambient": self.ambient}
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        self.check(graph.owning_module)
+        self.check(fx_utils.owner_of(graph))
 
     def check(self, gm: torch.fx.GraphModule) -> int:
         """Raise PassError with every problem found, else return how many workspace ops were looked at."""

@@ -49,18 +49,23 @@ def register_workspace_op(op: OpOverload | OpOverloadPacket, scratch: Sequence[s
     Raises PassError for an op that returns an alias of an argument (such an op cannot be functionalized) and for a packet with
     several overloads (name the overload).
     """
-    if isinstance(op, OpOverloadPacket):
-        if len(op.overloads()) != 1:
-            raise PassError(f"register_workspace_op: {op} has overloads {', '.join(op.overloads())}. Register each by name, as {op}.default.")
-        op = getattr(op, op.overloads()[0])
-    if op in _registered:
-        return _registered[op]
-    names = tuple(a.name for a in op._schema.arguments if a.name in scratch)
-    entry = WorkspaceOp(op, op if has_lane(op) else _shadow(op), names)
+    overload = _single(op) if isinstance(op, OpOverloadPacket) else op
+    if overload in _registered:
+        return _registered[overload]
+    names = tuple(a.name for a in overload._schema.arguments if a.name in scratch)
+    entry = WorkspaceOp(overload, overload if has_lane(overload) else _shadow(overload), names)
     _registered[entry.op] = entry
-    if entry.bound is not op:
+    if entry.bound is not overload:
         _registered[entry.bound] = WorkspaceOp(entry.bound, entry.bound, names)
     return entry
+
+
+def _single(packet: OpOverloadPacket) -> OpOverload:
+    names = packet.overloads()
+    if len(names) != 1:
+        raise PassError(f"register_workspace_op: {packet} has overloads {', '.join(names)}. Register each by name, as {packet}.default.")
+    overload: OpOverload = getattr(packet, names[0])
+    return overload
 
 
 def workspace_op(op: OpOverload) -> WorkspaceOp | None:
@@ -83,7 +88,7 @@ def _shadow(op: OpOverload) -> OpOverload:
     if any(a.name == "lane" for a in schema.arguments):
         raise PassError(f"register_workspace_op: {op} has an argument lane, but not 'int lane=-1': declare it so, or rename it.")
     name = f"{op.namespace}_{schema.name.split('::')[1]}" + (f"_{schema.overload_name}" if schema.overload_name else "")
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call, unused-ignore]
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(schema_with_lane(str(schema), name), tags=tuple(op.tags))
 
     def kernel(*args: Any, lane: int = workspace.AMBIENT, **kwargs: Any) -> Any:

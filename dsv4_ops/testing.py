@@ -65,14 +65,14 @@ def clone_args(sample: Sample) -> Sample:
 def poisoned() -> Iterator[None]:
     """Fill every uninitialized tensor with NaN (floats) or the largest value (integers) while active."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 class Canary:
@@ -114,7 +114,7 @@ def assert_same(actual: Any, expected: Any, label: str = "", tolerances: dict[to
         assert a.stride() == e.stride() or a.numel() <= 1, f"{where}: strides {a.stride()}, expected {e.stride()}"
         rtol, atol = (tolerances or TOLERANCES).get(e.dtype, (0.0, 0.0))
         text = where
-        torch.testing.assert_close(a, e, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, text=text: f"{text}: {m}")
+        torch.testing.assert_close(a, e, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, text=text: f"{text}: {m}")  # type: ignore[misc]
 
 
 def assert_topk(indices: torch.Tensor, logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int | None = None) -> None:

@@ -32,7 +32,33 @@ class Mutation:
     """Arguments for pytest."""
 
 
-MUTATIONS: tuple[Mutation, ...] = ()
+MUTATIONS: tuple[Mutation, ...] = (
+    # Clamp of lengths.
+    Mutation("length-unsigned", "a length of -1 counts as 0", "dsv4_ops/topk.py", "lengths.flatten().to(torch.int64).clamp(0, width)", "(lengths.flatten().to(torch.int64) & 0xFFFFFFFF).clamp(0, width)", "tests/test_topk.py -k A01"),
+    Mutation("length-past-limit", "columns past max_seq_len are never read", "dsv4_ops/topk.py", "width if max_seq_len is None else min(width, max_seq_len)", "width", "tests/test_topk.py -k A11"),
+    Mutation("nan-selected", "NaN is never selected", "dsv4_ops/topk.py", "torch.where(magnitude > 0x7F800000, 0, key)", "key", "tests/test_topk.py -k A09"),
+    Mutation("mtp-negative", "the length of a padded request is not negative", "dsv4_ops/context_lens.py", "back).clamp(min=0, max=max_seq_len)", "back)", "tests/test_context_lens.py -k B01"),
+    # Rejected suffix.
+    Mutation("rejected-suffix", "context rows of rejected tokens have slot -1", "dsv4_ops/dflash.py", " & (token - _load(start, (owner,), owned) < _load(kept, (owner,), owned))", "", "tests/test_dflash.py -k D04"),
+    # -1 in a mapping.
+    Mutation("draft-mapping", "rows past the batch map to no request", "dsv4_ops/dflash.py", "padded(mapping[:, sampling], a.max_reqs * samples, -1, torch.int32)", "padded(mapping[:, sampling], a.max_reqs * samples, 0, torch.int32)", "tests/test_dflash.py -k D12"),
+    Mutation("inert-rows", "sampling does nothing for mapping -1", "dsv4_ops/sampling.py", "(idx_mapping >= 0) & (idx_mapping < count)", "idx_mapping < count", "tests/test_sampling.py -k inert"),
+    Mutation("placeholder-draft", "a draft id of -1 is rejected", "dsv4_ops/rejection.py", "proposed & (chance * q < p)", "(chance * q < p)", "tests/test_sampling.py -k H07"),
+    Mutation("hole-attended", "attention masks holes", "dsv4_ops/sparse_decode.py", "masked = block < 0", "masked = block < -1", "tests/test_sparse_decode.py -k C06"),
+    # The null block.
+    Mutation("null-block-insert", "nothing is written to block 0", "dsv4_ops/kv_cache.py", "valid = (slots >= block_size)", "valid = (slots >= 0)", "tests/test_kv_cache.py"),
+    Mutation("null-block-index", "a null block gives slot -1", "dsv4_ops/_slots.py", "(physical > _checks.NULL_BLOCK)", "(physical >= _checks.NULL_BLOCK)", "tests/test_swa_indices.py"),
+    Mutation("null-block-draft", "draft KV never goes to the null block", "dsv4_ops/dflash.py", "mapped = block > _checks.NULL_BLOCK", "mapped = block >= _checks.NULL_BLOCK", "tests/test_dflash.py -k D01"),
+    Mutation("model-limit", "positions past the limit have no slot", "dsv4_ops/dflash.py", "inside = alive & (position < a.max_model_len)", "inside = alive", "tests/test_dflash.py -k D02"),
+    # Width and window.
+    Mutation("width-as-window", "the storage width is not the window", "dsv4_ops/swa_indices.py", "first = (positions - (window - 1)).clamp(min=0)", "first = (positions - (width - 1)).clamp(min=0)", "tests/test_swa_indices.py -k C02"),
+    # Noise.
+    Mutation("shared-noise", "recovery has noise of its own", "dsv4_ops/_philox.py", "STREAM_RECOVERY = 3", "STREAM_RECOVERY = 1", "tests/test_sampling.py -k H01"),
+    Mutation("one-hot-proposal", "a greedy proposal has a one-hot law", "dsv4_ops/rejection.py", "draft_logits is None or greedy_draft or drafts == 0", "draft_logits is None or drafts == 0", "tests/test_sampling.py -k H04"),
+    # SwiGLU parameters.
+    Mutation("gpt-oss-everywhere", "the model type decides the parameters", "dsv4_ops/swiglu.py", 'if model_type == "gpt_oss":', "if True:", "tests/test_swiglu.py -k F01"),
+    Mutation("limit-dropped", "the limit clamps", "dsv4_ops/swiglu.py", "if limit is not None:\n        g, u", "if False:\n        g, u", "tests/test_swiglu.py -k F02"),
+)
 
 
 def run_tests(copy: Path, arguments: str) -> tuple[int, str]:

@@ -156,7 +156,7 @@ def test_options_reach_the_engine(model: Path, requests: Path, engines: dict[str
     engines["made"].clear()
     assert main([*arguments, "--draft-tokens", "2", "--verify", "--max-model-len", "99", "--max-seqs", "40"]) == 0
     configs = [e.config for e in engines["made"]]
-    assert {c.tokens_per_decode for c in configs} == {1, 3} and {c.max_num_batched_tokens for c in configs} == {64, 120}
+    assert {c.tokens_per_decode for c in configs} == {1, 3} and {c.max_num_batched_tokens for c in configs} == {120}
     assert all(c.capture_sizes == (c.max_num_batched_tokens,) and c.record_logits and c.max_model_len == 99 for c in configs)
 
 
@@ -192,7 +192,8 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "folder for a request file": (lambda p: [str(p)], "no such file of requests"),
     "no model": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "absent")], "--model takes a checkpoint folder"),
     "results without a folder": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "model"), "--out", str(p / "absent" / "o")], "cannot be written there"),
-    "existing results": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "model"), "--out", str(p / "requests.jsonl")], "exists already"),
+    "existing results": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "model"), "--out", str(p / "model" / "config.json")], "exists already"),
+    "requests overwritten": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "model"), "--out", str(p / "model" / ".." / "requests.jsonl"), "--overwrite"], "is the file of requests"),
     "resume without results": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "model"), "--resume"], "need --out FILE"),
     "unknown device": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "model"), "--device", "abacus"], "--device abacus: torch"),
 }
@@ -243,7 +244,7 @@ def test_missing_library_says_what_to_install(model: Path, requests: Path, monke
     assert "pip install 'dsv4_ops[engine]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--max-tokens", "0"], ["--max-seqs", "-1"], ["--mode", "eager"], ["--kv-dtype", "int4"], ["--draft-tokens", "x"], ["--resume", "--overwrite"]])
+@pytest.mark.parametrize("arguments", [["--max-tokens", "0"], ["--max-seqs", "-1"], ["--mode", "eager"], ["--kv-dtype", "int4"], ["--draft-tokens", "x"], ["--max-tokens", "1e3"], ["--resume", "--overwrite"]])
 def test_wrong_options(arguments: list[str], requests: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["run", str(requests), *arguments])
@@ -290,12 +291,14 @@ def test_interrupted_run_keeps_what_is_finished_and_can_be_resumed(number: int, 
     assert "plain: 3 of 3 results are there already" in capsys.readouterr().err
     assert [e.config.mode for e in engines["made"]] == ["mtp", "dspark", "dflash"]
     whole = out.read_bytes()
-    assert main(["run", str(requests), "--model", str(model), "--mode", "all", "--out", str(out), "--resume"]) == 0
-    assert out.read_bytes() == whole
+    capsys.readouterr()
+    assert main(["run", str(requests), "--model", str(model), "--mode", "all", "--out", str(out), "--resume", "--verify"]) == 0
+    assert out.read_bytes() == whole and "verify: nothing to check" in capsys.readouterr().out
+    engines["made"].clear()
 
     requests.write_text(requests.read_text().replace('"one"', '"another"'))
     assert main(["run", str(requests), "--model", str(model), "--mode", "all", "--out", str(out), "--resume"]) == 4
-    assert "the request file has changed" in capsys.readouterr().err
+    assert "the request file has changed" in capsys.readouterr().err and not engines["made"]
 
 
 # Verify.
@@ -506,6 +509,9 @@ def test_make_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["make-tiny", str(first), "--size", "huge"]) == 4
     err = capsys.readouterr().err
     assert "cannot be written" in err and "size must be one of" in err
+    with pytest.raises(SystemExit):
+        main(["make-tiny", str(first), "--seed", str(2**63)])
+    assert "must fit into 64 bits" in capsys.readouterr().err
 
 
 # All together, with the real engine.

@@ -265,6 +265,24 @@ def test_unwritable_results_file(tmp_path: Path, target: str) -> None:
         ResultWriter(tmp_path / target)
 
 
+def test_signal_in_a_write_leaves_a_whole_record_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.jsonl"
+    size = len(json.dumps(record(1), ensure_ascii=False).encode()) + 1
+    real = os.write
+    with ResultWriter(path) as writer:
+        writer.write(record(1))
+        for written, lines in ((size, 2), (10, 2), (0, 2)):
+
+            def interrupted(fd: int, data: Any, written: int = written) -> int:
+                real(fd, data[:written])
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(os, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.write(record(2))
+            assert len([json.loads(raw) for raw in path.read_text().splitlines()]) == lines
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="needs a limit on the size of files")
 def test_full_disk_leaves_whole_records_only(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"

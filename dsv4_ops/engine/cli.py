@@ -85,7 +85,7 @@ def add_commands(commands: Any, exit_codes: str) -> None:
 
     tiny = commands.add_parser("make-tiny", help="write a small checkpoint with drafters", description="Write a small checkpoint with its drafters, in the published format.")
     tiny.add_argument("directory", metavar="DIR", type=Path)
-    tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes (default: 0)")
+    tiny.add_argument("--seed", type=_seed, default=0, help="the same seed gives the same bytes (default: 0)")
     tiny.add_argument("--size", default="tiny", help="tiny, or flash: the attention of DeepSeek-V4-Flash (default: tiny)")
     tiny.add_argument("--measure", action="store_true", help="also count how many draft tokens are accepted")
 
@@ -94,6 +94,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must fit into 64 bits, got {value}")
     return value
 
 
@@ -241,6 +248,8 @@ class _Run:
         options = self.options
         if not options.requests.is_file():
             raise RequestError(f"{options.requests}: there is no such file of requests.")
+        if options.out not in (None, "-") and Path(options.out).exists() and options.requests.samefile(options.out):
+            raise RequestError(f"--out {options.out}: is the file of requests. Name another.")
         writer = ResultWriter(options.out, "overwrite" if options.overwrite else "resume" if options.resume else "refuse") if options.out else None
         with writer or contextlib.nullcontext():
             _quiet_transformers()
@@ -254,9 +263,11 @@ class _Run:
                 print(f"refused: {problem}", file=sys.stderr)
             if not self.file.requests:
                 raise RequestError(f"{options.requests}: no request in it can be served.")
+            todo = {mode: self._missing(mode, writer) for mode in self.modes}
             try:
                 for mode in self.modes:
-                    self._serve(mode, writer)
+                    if todo[mode]:
+                        self._serve(mode, todo[mode], writer)
             except Interrupted:
                 self._say_what_is_done(writer)
                 raise
@@ -276,12 +287,12 @@ class _Run:
         from .config import EngineConfig
 
         options = self.options
-        tokens = options.max_batched_tokens or (VERIFY_TOKENS if options.verify else 256)
-        drafts = 0 if mode == "plain" else options.draft_tokens or _draft_tokens(self.model, mode)
-        tokens = max(tokens, options.max_seqs * (1 + drafts))
+        drafts = {m: 0 if m == "plain" else options.draft_tokens or _draft_tokens(self.model, m) for m in {*self.modes, mode}}
+        # One size for all modes, so that they differ in nothing but the way of decoding.
+        tokens = max(options.max_batched_tokens or (VERIFY_TOKENS if options.verify else 256), options.max_seqs * (1 + max(drafts.values())))
         config = EngineConfig(
             mode=mode,
-            num_speculative_tokens=max(1, drafts),
+            num_speculative_tokens=max(1, drafts[mode]),
             max_num_seqs=options.max_seqs,
             max_num_batched_tokens=tokens,
             max_model_len=self.max_model_len,
@@ -292,13 +303,16 @@ class _Run:
         )
         return replace(config, **changes)
 
-    def _serve(self, mode: str, writer: ResultWriter | None) -> None:
+    def _missing(self, mode: str, writer: ResultWriter | None) -> list[int]:
+        """Requests whose result a resumed file does not have yet."""
+        pairs = list(zip(self.file.requests, self.file.sources, strict=True))
+        todo = [i for i, (request, source) in enumerate(pairs) if writer is None or not writer.finished(request, source, mode)]
+        if len(todo) < len(pairs):
+            print(f"{mode}: {len(pairs) - len(todo)} of {len(pairs)} results are there already", file=sys.stderr)
+        return todo
+
+    def _serve(self, mode: str, todo: Sequence[int], writer: ResultWriter | None) -> None:
         file = self.file
-        todo = [i for i, (r, s) in enumerate(zip(file.requests, file.sources, strict=True)) if writer is None or not writer.finished(r, s, mode)]
-        if len(todo) < len(file.requests):
-            print(f"{mode}: {len(file.requests) - len(todo)} of {len(file.requests)} results are there already", file=sys.stderr)
-        if not todo:
-            return
         engine = make_engine(self.model, self._config(mode, record_logits=self.options.verify))
         requests = [replace(file.requests[i], index=n) for n, i in enumerate(todo)]
         sources = [file.sources[i] for i in todo]
@@ -386,9 +400,10 @@ class _Run:
         if self.options.verify:
             for finding in self.findings:
                 print(finding, file=self.out)
-            checked = ", ".join(f"{n} {kind}" for kind, n in sorted(self.checked.items())) or "nothing"
+            checked = ", ".join(f"{n} {kind}" for kind, n in sorted(self.checked.items()))
             close = len(self.findings) - len(different)
-            print(f"verify: {'FAILED' if different else 'passed'}: {checked} checked, {len(different)} different, {close} rows closer than their logit error", file=self.out)
+            verdict = f"{'FAILED' if different else 'passed'}: {checked} checked, {len(different)} different, {close} rows closer than their logit error"
+            print(f"verify: {verdict if checked else 'nothing to check, all results were there already'}", file=self.out)
         if different:
             return CHECK_FAILED
         if self.file.problems:

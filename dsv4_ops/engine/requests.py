@@ -325,10 +325,11 @@ class ResultWriter:
         try:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
-        except OSError as error:
-            if start is not None:  # a full disk: no half record stays behind
+        except BaseException as error:
+            # A full disk, or a signal: no half record stays behind.
+            if start is not None and os.fstat(self._fd).st_size != start + len(data):
                 os.ftruncate(self._fd, start)
-            if isinstance(error, BrokenPipeError):
+            if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
                 raise
             raise RequestError(f"{self.path}: results cannot be written: {error.strerror or error}.") from None
 

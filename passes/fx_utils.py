@@ -201,7 +201,7 @@ def storage_of(node: Any) -> int | None:
     if not isinstance(node, torch.fx.Node):
         return None
     value = node.meta.get("example_value", node.meta.get("val"))
-    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
+    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) and value.layout == torch.strided else None
 
 
 def copy_module(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

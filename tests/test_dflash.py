@@ -429,7 +429,7 @@ def test_case_D19_capture_geometry_follows_the_tokens(device: str) -> None:
         capture_query_lens(49, 6, 8)
 
 
-def test_sibling_of_E14_draft_geometry_is_not_the_targets() -> None:
+def test_case_E14_draft_geometry_is_not_the_targets() -> None:
     """K = 7, 16 requests: 128 target rows are 112 draft rows, which are 16 requests of 7 and not 14 of 8."""
     assert capture_query_lens(112, 7, 16) == [7] * 16 and capture_query_lens(128, 8, 16) == [8] * 16
     assert capture_query_lens(7, 7, 1) == [7]

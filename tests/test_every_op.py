@@ -17,6 +17,8 @@ from dsv4_ops.testing import Op, Sample
 OPS = testing.ops()
 LABELLED = [pytest.param(op, i, id=f"{op.name}-{sample.label.replace(' ', '_')}") for op in OPS for i, sample in enumerate(op.samples("cpu"))]
 BAD = [pytest.param(op, i, id=f"{op.name}-{bad.label.replace(' ', '_')}") for op in OPS for i, bad in enumerate(op.bad_inputs("cpu"))]
+NO_GPU = [pytest.param(None, 0, marks=pytest.mark.skip(reason="no CUDA device"))]
+REPLAYED = [p for p in LABELLED if p.values[0].graph_safe] if torch.cuda.is_available() else NO_GPU  # type: ignore[union-attr]
 EACH = [pytest.param(op, id=op.name) for op in OPS]
 
 
@@ -173,8 +175,7 @@ def test_row_does_not_depend_on_seed_of_labels(op: Op) -> None:
     assert different, "seed changes nothing"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(("op", "index"), [p for p in LABELLED if p.values[0].graph_safe])  # type: ignore[union-attr]
+@pytest.mark.parametrize(("op", "index"), REPLAYED)
 def test_graph_replay_with_changed_inputs(op: Op, index: int) -> None:
     static = testing.clone_args(nth(op, index, "cuda"))
     stream = torch.cuda.Stream()

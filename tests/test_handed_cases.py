@@ -54,20 +54,20 @@ LATER: dict[str, str] = {
 }
 
 
-def tests_of(case: str) -> list[str]:
+def named_tests(case: str) -> list[str]:
     pattern = re.compile(rf"def (test_case_{case}_\w+)\(")
     return [name for path in Path(__file__).parent.glob("test_*.py") for name in pattern.findall(path.read_text())]
 
 
 @pytest.mark.parametrize("case", sorted(TARGETS))
 def test_case_is_tested(case: str) -> None:
-    assert tests_of(case), f"{case} ({TARGETS[case]}) has no test named test_case_{case}_..."
+    assert named_tests(case), f"{case} ({TARGETS[case]}) has no test named test_case_{case}_..."
 
 
 @pytest.mark.parametrize("case", sorted(LATER))
 def test_case_that_waits_says_why_and_has_no_test(case: str) -> None:
     assert LATER[case]
-    assert not tests_of(case), f"{case} is tested now: move it to TARGETS"
+    assert not named_tests(case), f"{case} is tested now: move it to TARGETS"
 
 
 def test_the_table_is_complete() -> None:

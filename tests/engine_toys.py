@@ -1,4 +1,4 @@
-"""A small random DeepSeek-V4 for engine tests, transformers' own decode of it, and an engine that keeps its logits."""
+"""A small random DeepSeek-V4 for engine tests, transformers' own decode of it, and engines on copies of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, GenerationConf
 
 from dsv4_ops.engine.config import EngineConfig
 from dsv4_ops.engine.engine import Engine
-from dsv4_ops.engine.requests import Request
+from dsv4_ops.engine.requests import Completion, Request
 from dsv4_ops.engine.scheduler import Scheduled
 
 VOCAB = 512
@@ -56,29 +56,24 @@ def oracle(model: DeepseekV4ForCausalLM, prompt: Sequence[int], max_tokens: int)
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
 
 
-class RecordingEngine(Engine):
-    """Keeps the logits behind every token, by request index. ``forced``: tokens to emit whatever the logits say (plain mode)."""
+class ForcedEngine(Engine):
+    """Plain decode that emits the tokens it is told, whatever the logits say: ``forced`` by request index."""
 
-    def __init__(self, *args: Any, forced: dict[int, list[int]] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.forced = forced
-        self.logits: dict[int, list[torch.Tensor]] = {}
+    forced: dict[int, list[int]] | None = None
 
-    def _commit(self, batch: Sequence[Scheduled], sampled: torch.Tensor, num_sampled: torch.Tensor, logits: torch.Tensor) -> Any:
-        rows = self.config.tokens_per_decode
+    def _commit(self, batch: Sequence[Scheduled], sampled: torch.Tensor, num_sampled: torch.Tensor, logits: torch.Tensor) -> list[Completion]:
         for i, part in enumerate(batch):
-            if part.samples:
-                index = part.sequence.request.index
-                mine = self.logits.setdefault(index, [])
-                if self.forced is not None:
-                    sampled[i, 0] = self.forced[index][len(mine)]
-                mine.extend(logits[i * rows : i * rows + int(num_sampled[i])].clone())
+            if part.samples and self.forced is not None:
+                request = part.sequence.request
+                sampled[i, 0] = self.forced[request.index][len(part.sequence.tokens) - len(request.prompt_ids)]
         return super()._commit(batch, sampled, num_sampled, logits)
 
 
-def make_engine(model: DeepseekV4ForCausalLM, forced: dict[int, list[int]] | None = None, **config: Any) -> RecordingEngine:
+def make_engine(model: DeepseekV4ForCausalLM, forced: dict[int, list[int]] | None = None, **config: Any) -> Engine:
     """An engine on a copy of ``model`` (an engine replaces the attention modules)."""
-    return RecordingEngine(copy.deepcopy(model), EngineConfig(**config), forced=forced)
+    engine = ForcedEngine(copy.deepcopy(model), EngineConfig(**config))
+    engine.forced = forced
+    return engine
 
 
 def requests_of(prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], **fields: Any) -> list[Request]:

@@ -322,7 +322,9 @@ class BlockDrafter(Drafter):
         )  # fmt: skip
         streams = self(ids, positions, DraftRows(caches, inputs.query_slots[:rows], indices, lens))
         base = self.logits(streams[inputs.sample_indices]).view(requests, num_tokens, -1)
-        drawn, mapping = inputs.sample_pos.view(requests, num_tokens), inputs.sample_idx_mapping.view(requests, num_tokens)
+        drawn = inputs.sample_pos.view(requests, num_tokens)
+        # With anchor sampling the last query inside the limit predicts a token outside it.
+        mapping = torch.where(drawn < max_model_len, inputs.sample_idx_mapping.view(requests, num_tokens), -1)
         previous, tokens, scores = ids.view(requests, queries)[:, 0], [], []
         for j in range(num_tokens):
             bias = self.markov_bias(previous)

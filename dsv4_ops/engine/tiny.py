@@ -157,7 +157,8 @@ def make_tiny(directory: str | Path, seed: int = 0, size: str = "tiny", *, measu
         _write(path, DeepseekV4Config(**SIZES[size]), {})
         return TinyReport(path, size, seed, 0, time.perf_counter() - started)
     builder = _Builder(seed, DeepseekV4Config(**SIZES[size]))
-    with torch.no_grad():
+    # Constructing modules draws initial weights from the global generator: all are replaced, and it is left as it was.
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         target = builder.target()
         _write(path, builder.config, {**_target_tensors(target), **published_tensors(builder.mtp(target))})
         _generation().save_pretrained(path)
@@ -290,9 +291,7 @@ class _Builder:
             up[:, group, :letters] = self.seen.T / heads
 
     def target(self) -> DeepseekV4ForCausalLM:
-        # Constructing the model draws initial weights from the global generator; all are replaced below.
-        with torch.random.fork_rng(devices=[]):
-            target = DeepseekV4ForCausalLM(self.config)
+        target = DeepseekV4ForCausalLM(self.config)
         target.requires_grad_(False)
         target.train(False)
         for i, layer in enumerate(target.model.layers):
@@ -319,7 +318,9 @@ class _Builder:
         for compressor in filter(None, compressors):
             compressor.position_bias.copy_(self.normal(*compressor.position_bias.shape, std=0.5))
         if attention.compressor is not None:
-            attention.compressor.kv_norm.weight.fill_(self.kv_gain)
+            # Records of 128 tokens are few beside the window's keys: louder, or they would decide nothing.
+            few = attention.layer_type == "heavily_compressed_attention"
+            attention.compressor.kv_norm.weight.fill_(self.kv_gain * (2.0 if few else 1.0))
         layer.mlp.experts.down_proj.mul_(gain * self.expert_gain)
         layer.mlp.shared_experts.down_proj.weight.mul_(gain * self.expert_gain)
         for connection in (layer.attn_hc, layer.ffn_hc):

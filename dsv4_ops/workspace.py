@@ -493,8 +493,7 @@ class WorkspaceManager:
             raise WorkspaceError(f"{what} during a CUDA graph capture: it cannot grow there, its memory would belong to the graph. Run the step once before capturing, or call reserve({nbytes}, lane={lane}).")
         if self._locked:
             raise WorkspaceLockedError(f"{what}, but it is locked and cannot grow: captured graphs hold its address. Reserve the largest step before lock(): reserve({nbytes}, lane={lane}).")
-        with torch.inference_mode(False):  # scratch made in inference mode could not be written outside it
-            storage = self._allocate(nbytes + ALIGNMENT, self.device)
+        storage = self._allocate(nbytes + ALIGNMENT, self.device)
         address = _round_up(storage.data_ptr())
         generation = self._generations.get(slot, 0) + 1
         buffer = _Buffer(storage, address, nbytes, lane, ubatch, generation)

@@ -99,7 +99,7 @@ class _Binder:
         self._touched.append(gm)
         for node in list(gm.graph.nodes):
             lane = self.regions.lane(node, origin or gm, caller)
-            if not top and node.op not in ("placeholder", "output"):
+            if not top:
                 fx_utils.set_lane_mark(node, lane)  # what the first caller left may be another lane
             call = fx_utils.as_op_call(node)
             if call is not None:

@@ -190,6 +190,22 @@ def test_shared_region_is_cloned_for_the_second_lane() -> None:
     assert assert_same_lanes(shared_region, torch.rand(3)).cloned == ["subgraph_0_ambient"]
 
 
+def test_marks_of_a_body_never_reach_the_callers_nodes() -> None:
+    """A body's placeholder shares its metadata with the caller's node that computed the operand."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = toys.scan(x, 1)
+        with use_workspace_lane(1):
+            y = torch.cond(x.sum() > 0, lambda x: toys.scan(x, 2), lambda x: toys.scan(x, 3), (x,))
+        return x + y
+
+    gm = toys.dynamo_graph(step, torch.rand(3))
+    bind_lanes(gm)
+    (call,) = passes.find_op_nodes(toys.scan, gm.graph)
+    assert fx_utils.lane_mark(call.node) is None and call.argument("lane") == -1
+    assert_same_lanes(step, torch.rand(3))
+
+
 def test_region_whose_ops_all_have_lanes_of_their_own_stays_shared() -> None:
     @torch.compiler.nested_compile_region
     def own(x: torch.Tensor) -> torch.Tensor:

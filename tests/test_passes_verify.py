@@ -158,6 +158,20 @@ def test_scratch_of_two_lanes_must_not_share_storage(function: Callable[..., Any
     refused(gm, r"one scratch storage is used in 2 lanes \(lane 0: .*with_scratch.default .*argument workspace; lane 1: ")
 
 
+def in_a_shared_body(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """The body is traced once, with the first call's buffer."""
+    with use_workspace_lane(2):
+        x = draft(x, one)
+    with use_workspace_lane(1):
+        return draft(x, two)
+
+
+def test_scratch_passed_to_a_shared_body_is_the_callers() -> None:
+    slab = torch.zeros(16)
+    assert VerifyLanes().check(bound(in_a_shared_body, torch.rand(3), torch.zeros(8), torch.zeros(8))) == 2
+    refused(bound(in_a_shared_body, torch.rand(3), slab[:8], slab[8:]), r"one scratch storage is used in 2 lanes \(lane 1: .*; lane 2: ")
+
+
 def test_views_of_scratch_made_in_the_program_are_followed() -> None:
     def views(x: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
         return two_lanes(x, slab[:4].view(2, 2), slab[4:])

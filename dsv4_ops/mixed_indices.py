@@ -278,7 +278,7 @@ def _mixed_torch(
     else:
         decode_entries = slots_at(compressed_block_table, requests[:decodes], decode_topk_indices.to(torch.int64), decode_listed, compressed_block_size)
     if prefill_topk_indices is None:
-        seen = ((prefill_positions + 1) // compress_ratio).clamp(0, topk)
+        seen = ((prefill_positions.clamp(max=2**63 - 2) + 1) // compress_ratio).clamp(0, topk)
         records, prefill_listed = entry_columns.expand(prefill_rows.shape[0], topk), entry_columns < seen[:, None]
     else:
         records, prefill_listed = prefill_topk_indices.to(torch.int64), prefill_topk_indices >= 0

@@ -228,6 +228,19 @@ def test_all_records_of_a_prefill_are_those_that_are_complete(device: str) -> No
     assert indices[6, 4:].tolist()[:5] == [18, 19, 16, 17, 14]
 
 
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_the_last_position_of_int64_sees_records_like_any_other(ratio: int, device: str) -> None:
+    rows = [
+        build_mixed_sparse_indices(
+            empty(0, 4, device), empty(0, 1, device)[:, 0], empty(0, 3, device), None, i64([position], device), i32([0], device), yes(1, device), i32([[1]], device), i32([[9, 8]], device),
+            block_size=64, compressed_block_size=2, window=4, compress_ratio=ratio,
+        )
+        for position in (2**40, 2**63 - 1)
+    ]  # fmt: skip
+    assert rows[0][1].tolist() == [7]
+    assert torch.equal(rows[1][0], rows[0][0]) and torch.equal(rows[1][1], rows[0][1])
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_mixed_rows_match_rows_put_together_by_hand(seed: int, device: str) -> None:
     rng = random.Random(seed)

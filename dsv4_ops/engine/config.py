@@ -40,6 +40,7 @@ class EngineConfig:
     """Token counts that a step is padded to; default 1, 2, 4, .. up to ``max_num_batched_tokens``. One single size makes every
     product of a step independent of the batch."""
     compile: bool = False
+    """Run the target step and the draft step under ``torch.compile(fullgraph=True)``, compiled when the engine is made."""
     device: str = "cpu"
     record_margins: bool = False
     record_logits: bool = False
@@ -67,9 +68,14 @@ class EngineConfig:
         """Rows of a decoding request in a verify step: its last token and the draft tokens."""
         return 1 + (0 if self.mode == "plain" else self.num_speculative_tokens)
 
+    @property
+    def step_sizes(self) -> list[int]:
+        """The token counts that steps are padded to, ascending."""
+        return sorted(set(self.capture_sizes)) if self.capture_sizes is not None else _powers_of_two(self.max_num_batched_tokens)
+
     def padded_tokens(self, tokens: int) -> int:
         """The smallest capture size that holds ``tokens``; past the largest one the exact number (run without a graph)."""
-        sizes = sorted(self.capture_sizes) if self.capture_sizes is not None else _powers_of_two(self.max_num_batched_tokens)
+        sizes = self.step_sizes
         at = bisect.bisect_left(sizes, tokens)
         return sizes[at] if at < len(sizes) else tokens
 

@@ -26,7 +26,7 @@ from .config import EngineConfig
 from .proposers import load_proposer
 from .requests import Completion, Request
 from .scheduler import Scheduled, Scheduler, Sequence_
-from .step import SampleInputs, StepInputs, build_step
+from .step import SampleInputs, StepInputs, build_step, dummy_sample, dummy_step
 from .target import Target, TargetOutput, geometry_of, load_model, target_groups
 
 __all__ = ["Engine", "EngineStats", "ProposeInputs", "Proposer"]
@@ -114,7 +114,7 @@ class Engine:
             self.groups["draft"] = KVGroup("draft", config.draft_block_size, blocks, proposer.window)
             proposer.allocate(blocks)
         self.target = Target(hf, geometry, config, self.groups, proposer.aux_layers if proposer is not None else ())
-        self._forward: Callable[[StepInputs], TargetOutput] = torch.compile(self.target, fullgraph=True, dynamic=True) if config.compile else self.target
+        self._forward: Callable[[StepInputs], TargetOutput] = torch.compile(self.target, fullgraph=True) if config.compile else self.target
         self.scheduler = Scheduler(config, self.groups, proposer.lookahead if proposer is not None else 0)
         self.scheduler.on_preempt = self._save_state
         # By state row; one spare row takes what has no request.
@@ -125,6 +125,8 @@ class Engine:
         self.draft_logits = torch.zeros(rows, config.tokens_per_decode - 1, self.vocab_size, device=self.device)
         kv_bytes = self.target.kv_bytes() + (proposer.kv_bytes() if proposer is not None else 0)
         self.stats = EngineStats(kv_bytes=kv_bytes, workspace_lanes=num_workspace_lanes(config))
+        if config.compile:
+            self.warm_up()
 
     def _proposer(self, model: str | Path | DeepseekV4ForCausalLM, hf: DeepseekV4ForCausalLM, proposer: Proposer | None) -> Proposer | None:
         config = self.config
@@ -156,17 +158,31 @@ class Engine:
         """Run one step; the requests that it finished."""
         batch = self.scheduler.schedule()
         self._load_state(batch)
-        on_host = build_step(self.config, self.groups, batch)
-        step, sample = StepInputs(*(t.to(self.device) for t in on_host[0])), SampleInputs(*(t.to(self.device) for t in on_host[1]))
-        output = self._forward(step)
-        sampled, num_sampled = self._sample(output.logits, sample)
-        drafts = self._propose(step, sample, output, sampled, num_sampled)
-        finished = self._commit(batch, sampled, num_sampled, output.logits)
+        step, sample = build_step(self.config, self.groups, batch)
+        logits, sampled, num_sampled, drafts = self._run(step, sample)
+        finished = self._commit(batch, sampled, num_sampled, logits)
         for part, ids in zip(batch, drafts, strict=False):
             if part.samples:
                 part.sequence.draft_ids = ids
         self._count(batch, step)
         return finished
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Run a step of padding at every capture size: whatever is compiled or allocated once is so before the first request."""
+        for tokens in self.config.step_sizes:
+            self._run(dummy_step(self.config, tokens), dummy_sample(self.config))
+
+    def _run(self, host_step: StepInputs, host_sample: SampleInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[list[int]]]:
+        """Target, sampling and drafting for one step: logits, new tokens, their number, and draft tokens, by batch row."""
+        step, sample = StepInputs(*(t.to(self.device) for t in host_step)), SampleInputs(*(t.to(self.device) for t in host_sample))
+        if self.config.compile:
+            _mark_dynamic((step.input_ids, step.positions, step.window_slots))
+        output = self._forward(step)
+        if self.config.compile:
+            _mark_dynamic((output.streams, *output.layer_streams))
+        sampled, num_sampled = self._sample(output.logits, sample)
+        return output.logits, sampled, num_sampled, self._propose(step, sample, output, sampled, num_sampled)
 
     def _load_state(self, batch: Sequence[Scheduled]) -> None:
         """Fill the rows of requests that start, or start again after a preemption."""
@@ -239,3 +255,10 @@ class Engine:
         kind = classify_batch([part.num_tokens for part in batch], [part.start for part in batch], [part.sequence.num_prefill for part in batch])
         stats.decode_only_steps += kind.is_pure_decode
         stats.preemptions = self.scheduler.num_preemptions
+
+
+def _mark_dynamic(per_token: Iterable[torch.Tensor]) -> None:
+    """The number of tokens changes from step to step, and nothing else: one graph for all counts above 1, which is always its own."""
+    for tensor in per_token:
+        if tensor.shape[0] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -36,8 +36,8 @@ class _Proposer(ABC):
         self.drafter, self.config = drafter, config
         self.num_tokens, self.lookahead, self.window = config.num_speculative_tokens, lookahead, drafter.window
         self.caches: tuple[torch.Tensor, ...] = ()
-        # One graph for each count of padded tokens' class (0, 1, more): the sizes of a step are dynamic.
-        self._draft = torch.compile(self.draft, fullgraph=True, dynamic=True) if config.compile else self.draft
+        # The engine marks the number of tokens as dynamic; all other sizes are the same in every step.
+        self._draft = torch.compile(self.draft, fullgraph=True) if config.compile else self.draft
 
     def allocate(self, num_blocks: int) -> None:
         device = self.drafter.lm_head.weight.device

@@ -17,7 +17,7 @@ from .blocks import KVGroup
 from .config import EngineConfig
 from .scheduler import Scheduled
 
-__all__ = ["SampleInputs", "StepInputs", "build_step", "dummy_step"]
+__all__ = ["SampleInputs", "StepInputs", "build_step", "dummy_sample", "dummy_step"]
 
 
 class StepInputs(NamedTuple):
@@ -77,20 +77,25 @@ def dummy_step(config: EngineConfig, tokens: int) -> StepInputs:
     )
 
 
-def build_step(config: EngineConfig, groups: dict[str, KVGroup], batch: Sequence[Scheduled]) -> tuple[StepInputs, SampleInputs]:
-    """The inputs of a scheduled batch (decodes first), on the CPU."""
-    reqs, rows = config.max_num_seqs, config.tokens_per_decode
-    total = sum(part.num_tokens for part in batch)
-    step = dummy_step(config, config.padded_tokens(total))
-    draft_blocks = -(-config.max_model_len // config.draft_block_size) if "draft" in groups else 0
-    sample = SampleInputs(
+def dummy_sample(config: EngineConfig) -> SampleInputs:
+    """What goes with a dummy step: no request gives tokens."""
+    reqs = config.max_num_seqs
+    draft_blocks = 0 if config.mode == "plain" else -(-config.max_model_len // config.draft_block_size)
+    return SampleInputs(
         idx_mapping=torch.full((reqs,), -1, dtype=torch.int32),
         state_rows=torch.full((reqs,), -1, dtype=torch.int32),
         positions=torch.zeros(reqs, dtype=torch.int64),
-        draft_ids=torch.full((reqs, rows - 1), -1, dtype=torch.int64),
+        draft_ids=torch.full((reqs, config.tokens_per_decode - 1), -1, dtype=torch.int64),
         next_prefill_tokens=torch.zeros(reqs, dtype=torch.int64),
         draft_table=torch.full((reqs, draft_blocks), NULL_BLOCK, dtype=torch.int32),
     )
+
+
+def build_step(config: EngineConfig, groups: dict[str, KVGroup], batch: Sequence[Scheduled]) -> tuple[StepInputs, SampleInputs]:
+    """The inputs of a scheduled batch (decodes first), on the CPU."""
+    rows = config.tokens_per_decode
+    total = sum(part.num_tokens for part in batch)
+    step, sample = dummy_step(config, config.padded_tokens(total)), dummy_sample(config)
     tables = {"window": step.window_table, "compressed": step.compressed_table, "draft": sample.draft_table}
     begin = 0
     for i, part in enumerate(batch):

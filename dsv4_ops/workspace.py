@@ -181,10 +181,19 @@ class _Buffer:
     pinned: bool = False
     """Handed out inside a capture that no scope told us about: no one can say when that graph dies."""
     streams: dict[int, Any] = field(default_factory=dict)
+    _typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
-    def carve(self, offset: int, shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
-        start = self.address - self.storage.data_ptr() + offset
-        return self.storage[start : start + nbytes].view(dtype).view(tuple(shape))
+    def carve(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        typed = self._typed.get(dtype)
+        if typed is None:
+            start = self.address - self.storage.data_ptr()
+            with torch.inference_mode(False):  # what is made in inference mode could not be written outside it
+                typed = self._typed[dtype] = self.storage[start : start + self.nbytes].view(dtype)
+        strides, step = [], 1
+        for extent in reversed(shape):
+            strides.append(step)
+            step *= max(extent, 1)
+        return typed.as_strided(tuple(shape), strides[::-1], typed.storage_offset() + offset // dtype.itemsize)
 
     def release(self) -> None:
         for stream in self.streams.values():
@@ -348,7 +357,7 @@ class WorkspaceManager:
         """
         _refuse_tracing()
         slot = self._slot(lane, ubatch)
-        offsets, sizes, total = _layout(specs)
+        offsets, total = _layout(specs)
         with self._mutex:
             buffer = self._ensure(slot, total, op)
             if buffer is None:
@@ -361,7 +370,7 @@ class WorkspaceManager:
             if self.device.type == "cuda":
                 stream = torch.cuda.current_stream(self.device)
                 buffer.streams[stream.cuda_stream] = stream
-            views = tuple(buffer.carve(offset, shape, dtype, size) for (shape, dtype), offset, size in zip(specs, offsets, sizes, strict=True))
+            views = tuple(buffer.carve(offset, shape, dtype) for (shape, dtype), offset in zip(specs, offsets, strict=True))
             if envs.debug_workspace() if self._debug is None else self._debug:
                 self.record(op or _caller(), views, slot[1], slot[0])
         return views
@@ -493,7 +502,8 @@ class WorkspaceManager:
             raise WorkspaceError(f"{what} during a CUDA graph capture: it cannot grow there, its memory would belong to the graph. Run the step once before capturing, or call reserve({nbytes}, lane={lane}).")
         if self._locked:
             raise WorkspaceLockedError(f"{what}, but it is locked and cannot grow: captured graphs hold its address. Reserve the largest step before lock(): reserve({nbytes}, lane={lane}).")
-        storage = self._allocate(nbytes + ALIGNMENT, self.device)
+        with torch.inference_mode(False):
+            storage = self._allocate(nbytes + ALIGNMENT, self.device)
         address = _round_up(storage.data_ptr())
         generation = self._generations.get(slot, 0) + 1
         buffer = _Buffer(storage, address, nbytes, lane, ubatch, generation)
@@ -505,7 +515,7 @@ class WorkspaceManager:
 
     def _drop_unleased(self) -> None:
         # Finalizers come here from any thread, also from the one that _allocate_outside_pools waits for: never block.
-        if not self._mutex.acquire(blocking=False):
+        if not self._retired or not self._mutex.acquire(blocking=False):
             return  # the next request, report or release does it
         try:
             kept = []
@@ -590,8 +600,8 @@ def _round_up(value: int) -> int:
     return -(-value // ALIGNMENT) * ALIGNMENT
 
 
-def _layout(specs: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[list[int], list[int], int]:
-    offsets, sizes, total = [], [], 0
+def _layout(specs: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[list[int], int]:
+    offsets, total = [], 0
     for shape, dtype in specs:
         size = dtype.itemsize
         for extent in shape:
@@ -599,9 +609,8 @@ def _layout(specs: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[list[in
                 raise WorkspaceError(f"workspace request: sizes must be at least 0, got shape {list(shape)}.")
             size *= extent
         offsets.append(total)
-        sizes.append(size)
         total += _round_up(size)
-    return offsets, sizes, total
+    return offsets, total
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -76,7 +76,7 @@ class FakeEngine:
 def model(tmp_path: Path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
-    (path / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 256, "dspark_block_size": 5}))
+    (path / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 256, "hidden_size": 64, "dspark_block_size": 5}))
     return path
 
 
@@ -160,6 +160,21 @@ def test_options_reach_the_engine(model: Path, requests: Path, engines: dict[str
     assert all(c.capture_sizes == (c.max_num_batched_tokens,) and c.record_logits and c.max_model_len == 99 for c in configs)
 
 
+@pytest.mark.parametrize(("hidden_size", "arguments", "threads"), [(64, [], 1), (1024, [], 2), (64, ["--threads", "2"], 2), (4096, ["--threads", "1"], 1)])
+def test_threads(hidden_size: int, arguments: list[str], threads: int, model: Path, requests: Path, engines: dict[str, Any]) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"hidden_size": hidden_size}
+    (model / "config.json").write_text(json.dumps(config))
+    seen: list[int] = []
+    engines["after"] = lambda completion: seen.append(torch.get_num_threads())
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert main(["run", str(requests), "--model", str(model), "--device", "cpu", *arguments]) == 0
+        assert set(seen) == {threads} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_summary_shows_what_was_accepted() -> None:
     table = cli.summary_table([cli.ModeSummary("mtp", 3, 30, 2.0, 12, Counter({1: 4, 3: 2, 4: 5}), 2, 3 * 2**20, 5 * 2**30, 1)])
     cells = table.splitlines()[1].split()
@@ -216,7 +231,7 @@ def test_broken_model_config(config: str, model: Path, requests: Path, engines: 
 
 
 def test_folder_without_weights_is_a_user_error(model: Path, requests: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (model / "config.json").write_text(json.dumps({"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "vocab_size": VOCAB, "max_position_embeddings": 256}))
+    (model / "config.json").write_text(json.dumps({"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "vocab_size": VOCAB, "max_position_embeddings": 256, "hidden_size": 64}))
     assert main(["run", str(requests), "--model", str(model), "--device", "cpu"]) == 4
     assert f"error: {model}: cannot be loaded" in capsys.readouterr().err
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from dsv4_ops.__main__ import main
-from dsv4_ops.engine import cli
+from dsv4_ops.engine import runner
 from dsv4_ops.engine.requests import Completion, Request
 from dsv4_ops.engine.verify import ERROR_LIMITS, verify_greedy, verify_sampled
 from dsv4_ops.errors import UnsupportedError
@@ -89,7 +89,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         setting["made"].append(FakeEngine(config, setting["fault"], setting["after"]))
         return setting["made"][-1]
 
-    monkeypatch.setattr(cli, "make_engine", make)
+    monkeypatch.setattr(runner, "make_engine", make)
     return setting
 
 
@@ -176,7 +176,7 @@ def test_threads(hidden_size: int, arguments: list[str], threads: int, model: Pa
 
 
 def test_summary_shows_what_was_accepted() -> None:
-    table = cli.summary_table([cli.ModeSummary("mtp", 3, 30, 2.0, 12, Counter({1: 4, 3: 2, 4: 5}), 2, 3 * 2**20, 5 * 2**30, 1)])
+    table = runner.summary_table([runner.ModeSummary("mtp", 3, 30, 2.0, 12, Counter({1: 4, 3: 2, 4: 5}), 2, 3 * 2**20, 5 * 2**30, 1)])
     cells = table.splitlines()[1].split()
     assert cells[:7] == ["mtp", "3", "30", "2.00", "15.0", "12", f"{30 / 11:.2f}"]
     assert cells[7:10] == ["1:4", "3:2", "4:5"] and cells[10:] == ["2", "3.0", "MiB", "5.0", "GiB", "1"]
@@ -240,7 +240,7 @@ def test_model_that_does_not_fit_is_a_user_error(model: Path, requests: Path, mo
     def refuse(model: Path, config: Any) -> Any:
         raise UnsupportedError("model", ["heads: needs 64", "layers: needs 4"])
 
-    monkeypatch.setattr(cli, "make_engine", refuse)
+    monkeypatch.setattr(runner, "make_engine", refuse)
     assert main(["run", str(requests), "--model", str(model)]) == 4
     assert "heads: needs 64" in capsys.readouterr().err
 
@@ -273,13 +273,13 @@ DRIVER = """
     import sys, threading
     sys.path.insert(0, {tests!r})
     from test_cli import FakeEngine
-    from dsv4_ops.engine import cli
+    from dsv4_ops.engine import runner
     from dsv4_ops.__main__ import main
     def after(completion):
         if len(open({out!r}).readlines()) == {stop_after}:
             print("waiting", flush=True)
             threading.Event().wait(60)
-    cli.make_engine = lambda model, config: FakeEngine(config, after=after)
+    runner.make_engine = lambda model, config: FakeEngine(config, after=after)
     sys.exit(main(["run", {requests!r}, "--model", {model!r}, "--mode", "all", "--out", {out!r}, *sys.argv[1:]]))
 """
 
@@ -302,7 +302,7 @@ def test_interrupted_run_keeps_what_is_finished_and_can_be_resumed(number: int, 
 
     assert main(["run", str(requests), "--model", str(model), "--mode", "all", "--out", str(out), "--resume"]) == 0
     assert out.read_bytes().startswith(before)
-    assert Counter((r["mode"], r["line"]) for r in results(out)) == Counter((m, i) for m in cli.MODES for i in (1, 2, 3))
+    assert Counter((r["mode"], r["line"]) for r in results(out)) == Counter((m, i) for m in runner.MODES for i in (1, 2, 3))
     assert "plain: 3 of 3 results are there already" in capsys.readouterr().err
     assert [e.config.mode for e in engines["made"]] == ["mtp", "dspark", "dflash"]
     whole = out.read_bytes()
@@ -448,7 +448,7 @@ def test_verify_of_every_mode(model: Path, requests: Path, engines: dict[str, An
     assert "verify: passed: 8 greedy, 4 sampled checked, 0 different, 0 rows closer" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("mode", cli.MODES)
+@pytest.mark.parametrize("mode", runner.MODES)
 @pytest.mark.parametrize("temperature", [0, 0.5])
 def test_fault_of_one_mode_in_a_batch_is_found(mode: str, temperature: float, model: Path, requests: Path, engines: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     def fault(engine: FakeEngine, request: Request, position: int, row: torch.Tensor) -> torch.Tensor:
@@ -497,11 +497,11 @@ def test_default_model_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(tiny, "make_tiny", make_tiny)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(KeyboardInterrupt):
-        cli.default_model()
+        runner.default_model()
     assert list((tmp_path / "dsv4_ops").iterdir()) == [], "an interrupted one leaves nothing"
-    path = cli.default_model()
+    path = runner.default_model()
     assert (path / "config.json").is_file() and path.parent == tmp_path / "dsv4_ops"
-    assert cli.default_model() == path and len(made) == 2
+    assert runner.default_model() == path and len(made) == 2
     assert list((tmp_path / "dsv4_ops").iterdir()) == [path]
     assert str(path) in capsys.readouterr().err
 
@@ -542,7 +542,7 @@ def test_real_engine_serves_all_modes_and_verifies(tmp_path: Path, capsys: pytes
     assert "verify: passed: 4 greedy, 4 sampled checked, 0 different" in captured.out
     assert f"{requests}:3: prompt must not be empty" in captured.err
     records = results(out)
-    assert Counter(r["mode"] for r in records) == dict.fromkeys(cli.MODES, 2)
+    assert Counter(r["mode"] for r in records) == dict.fromkeys(runner.MODES, 2)
     assert len({tuple(r["token_ids"]) for r in records if r["line"] == 1}) == 1
     assert all(sum(r["accepted_lengths"]) + 1 == len(r["token_ids"]) for r in records), "the first token comes from the prompt"
     assert len(captured.out.splitlines()[-5].split()) > 8

@@ -24,8 +24,9 @@ def add_commands(commands: Any, exit_codes: str) -> None:
         "run",
         help="serve requests from a file",
         description=(
-            "Serve the requests of a JSONL file: one object a line with prompt, and optionally max_tokens, temperature, seed and id. "
-            "A bad line is reported and the others are served. Without --model, a small checkpoint made from a seed is used; it is kept in "
+            "Serve the requests of a JSONL file: one object a line with prompt, and optionally max_tokens,\n"
+            "temperature, seed and id. A bad line is reported and the others are served.\n\n"
+            "Without --model, a small checkpoint made from a seed is used; it is kept in\n"
             "$XDG_CACHE_HOME/dsv4_ops (~/.cache/dsv4_ops)."
         ),
         epilog=exit_codes,

@@ -1,6 +1,6 @@
 """What the ``run`` command does: read, serve in each mode, write, verify, sum up.
 
-Nothing heavy is imported before the request file and the results file are known to be good. Results go to ``--out`` (one
+Transformers is imported only when the request file is there and the results file can be written. Results go to ``--out`` (one
 JSON object a finished request, as it finishes), everything else that is asked for to standard output, and problems to
 standard error, one line each.
 """

@@ -231,6 +231,7 @@ def test_broken_model_config(config: str, model: Path, requests: Path, engines: 
 
 
 def test_folder_without_weights_is_a_user_error(model: Path, requests: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
     (model / "config.json").write_text(json.dumps({"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "vocab_size": VOCAB, "max_position_embeddings": 256, "hidden_size": 64}))
     assert main(["run", str(requests), "--model", str(model), "--device", "cpu"]) == 4
     assert f"error: {model}: cannot be loaded" in capsys.readouterr().err
@@ -252,11 +253,12 @@ def test_no_request_left(model: Path, requests: Path, engines: dict[str, Any], c
     assert "prompt is missing" in err and "no request in it can be served" in err
 
 
-def test_missing_library_says_what_to_install(model: Path, requests: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "transformers.utils", raising=False)
-    assert main(["run", str(requests), "--model", str(model)]) == 4
-    assert "pip install 'dsv4_ops[engine]'" in capsys.readouterr().err
+@pytest.mark.parametrize("library", ["transformers", "safetensors"])
+def test_missing_library_says_what_to_install(library: str, model: Path, requests: Path) -> None:
+    script = f"import sys; sys.modules[{library!r}] = None; from dsv4_ops.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", script, "run", str(requests), "--model", str(model)], capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 4 and "pip install 'dsv4_ops[engine]'" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [["--max-tokens", "0"], ["--max-seqs", "-1"], ["--mode", "eager"], ["--kv-dtype", "int4"], ["--draft-tokens", "x"], ["--max-tokens", "1e3"], ["--resume", "--overwrite"]])
@@ -483,6 +485,7 @@ def test_close_rows_pass_and_are_counted(model: Path, requests: Path, engines: d
 
 
 def test_default_model_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
     from dsv4_ops.engine import tiny
 
     made: list[Path] = []
@@ -507,6 +510,7 @@ def test_default_model_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytes
 
 
 def test_default_model_without_a_place_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert main(["run", str(requests)]) == 4
@@ -514,6 +518,7 @@ def test_default_model_without_a_place_for_it(tmp_path: Path, monkeypatch: pytes
 
 
 def test_make_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
     first, second, other = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     for path, seed in ((first, "5"), (second, "5"), (other, "6")):
         assert main(["make-tiny", str(path), "--seed", seed]) == 0
@@ -533,6 +538,7 @@ def test_make_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_real_engine_serves_all_modes_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
     model, requests, out = tmp_path / "model", tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     assert main(["make-tiny", str(model)]) == 0
     lines = [{"prompt": "Good morning", "max_tokens": 7}, {"prompt": "Rain, then ", "max_tokens": 6, "temperature": 0.9, "seed": 5}, {"prompt": ""}]

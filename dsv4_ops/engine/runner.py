@@ -97,7 +97,7 @@ class ModeSummary:
 
 def summary_table(summaries: Sequence[ModeSummary]) -> str:
     """One line a mode."""
-    head = ("mode", "requests", "tokens", "seconds", "tokens/s", "steps", "tokens/decode", "accepted lengths", "lanes", "workspace", "KV cache", "preempted")
+    head = ("mode", "requests", "tokens", "seconds", "tokens/s", "steps", "mean accepted", "accepted lengths", "lanes", "workspace", "KV cache", "preempted")
     rows = [
         (
             s.mode, str(s.requests), str(s.tokens), f"{s.seconds:.2f}", f"{s.tokens / s.seconds:.1f}" if s.seconds else "-", str(s.steps), f"{s.mean_accepted:.2f}",
@@ -364,8 +364,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 def quiet_transformers() -> None:
     """No progress bars of transformers: they are no news for small models and clutter logs."""
-    from transformers.utils import logging
-
+    try:
+        from transformers.utils import logging
+    except ImportError:  # whoever needs it says so
+        return
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 

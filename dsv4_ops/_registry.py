@@ -17,7 +17,8 @@ used it warns, with the reason.
 
 ``torch_impl`` is vectorized PyTorch that runs on any device and never synchronizes; ``reference`` is the plain
 definition that everything is compared with. Python back ends check their arguments inside the kernel; for C++ ones
-the check runs in :meth:`Op.__call__` (C++ checks again what memory safety needs).
+the check runs in :meth:`Op.__call__` (C++ checks again what memory safety needs, and inputs that require grad are
+refused on any way in).
 """
 
 from __future__ import annotations
@@ -182,10 +183,21 @@ class Op:
         compiled = {device for device, key in (("cpu", "CPU"), ("cuda", "CUDA")) if self.backends[device] != "triton" and _has_kernel(qualified, key)}
         self.backends.update(dict.fromkeys(compiled, "c++"))
         self.cpp = frozenset(compiled)
+        if compiled:
+            self._refuse_grad_before_cpp()
         self.cpp_sources = frozenset(cpp)
         torch.library.register_fake(qualified, guarded(fake), lib=_library)
         if self.out_names:
             self._implement_out()
+
+    def _refuse_grad_before_cpp(self) -> None:
+        """C++ kernels cannot tell (the stable ABI has no ``requires_grad``), and autograd would return zeros for gradients."""
+
+        def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            _refuse_grad(self.name, args, kwargs)
+            return self.overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+        _library.impl(self.name, autograd, "Autograd", with_keyset=True)
 
     def _implement_out(self) -> None:
         """The out form: computes by the functional op, then copies into the caller's buffers (any strides)."""

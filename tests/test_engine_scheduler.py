@@ -435,7 +435,10 @@ def test_stop_ids_and_limits_end_a_request(model: DeepseekV4ForCausalLM, alone: 
     assert limited.steps == 9 and limited.accepted_lengths == [1] * 9
     with pytest.raises(RequestError, match="request 5"):
         engine.generate([Request(4, (1,), 2), Request(5, (), 2)])
-    assert not engine.scheduler.has_work  # nothing of a refused call is left behind
+    small = make_engine(model, **SIZES, num_compressed_blocks=2)
+    with pytest.raises(RequestError, match="request 5: 257 positions need 2 blocks of the compressed group"):
+        small.generate([Request(4, (1,), 2), Request(5, (1,) * 250, 7)])
+    assert not engine.scheduler.has_work and not small.scheduler.has_work  # nothing of a refused call is left behind
 
 
 def test_models_that_do_not_fit_are_refused_with_all_reasons(model: DeepseekV4ForCausalLM) -> None:

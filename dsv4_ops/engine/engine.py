@@ -20,7 +20,7 @@ from ..batch import classify_batch
 from ..errors import ArgumentError
 from ..rejection import rejection_sample
 from ..sampling import gumbel_sample
-from ..workspace import num_workspace_lanes, use_workspace_lane
+from ..workspace import num_workspace_lanes, use_workspace_lane, workspace_manager
 from .blocks import KVGroup
 from .config import EngineConfig
 from .proposers import load_proposer
@@ -125,6 +125,7 @@ class Engine:
         self.draft_logits = torch.zeros(rows, config.tokens_per_decode - 1, self.vocab_size, device=self.device)
         kv_bytes = self.target.kv_bytes() + (proposer.kv_bytes() if proposer is not None else 0)
         self.stats = EngineStats(kv_bytes=kv_bytes, workspace_lanes=num_workspace_lanes(config))
+        self._workspace = workspace_manager(self.device, num_lanes=self.stats.workspace_lanes)
         if config.compile:
             self.warm_up()
 
@@ -146,6 +147,7 @@ class Engine:
         requests = list(requests)
         for request in requests:
             self.config.validate(request, self.vocab_size)
+            self.scheduler.check(request)
         completions = [self.scheduler.add(request).completion for request in requests]
         while self.scheduler.has_work:
             for completion in self.step():
@@ -255,6 +257,7 @@ class Engine:
         kind = classify_batch([part.num_tokens for part in batch], [part.start for part in batch], [part.sequence.num_prefill for part in batch])
         stats.decode_only_steps += kind.is_pure_decode
         stats.preemptions = self.scheduler.num_preemptions
+        stats.workspace_bytes = self._workspace.nbytes
 
 
 def _mark_dynamic(per_token: Iterable[torch.Tensor]) -> None:

@@ -81,17 +81,20 @@ class Scheduler:
         """Called before a preempted request loses its row; the engine saves what it keeps by row."""
         self._free_rows = list(range(config.max_num_seqs))[::-1]
 
-    def add(self, request: Request) -> Sequence_:
-        """Queue a request. Raises RequestError when the pools could not hold it even alone."""
-        limit = min(len(request.prompt_ids) + request.max_tokens, self.config.max_model_len)
-        for group in self.groups.values():
-            positions = min(limit + (self.draft_lookahead if group.name == "draft" else 0), self.config.max_model_len)
-            step = self.config.max_num_batched_tokens + (self.draft_lookahead if group.name == "draft" else 0)
-            need = KVGroup.blocks_for(positions, group.block_size, group.keep, step)
+    def check(self, request: Request) -> None:
+        """Raise RequestError when the pools could not hold ``request`` even alone."""
+        limit = self._limit(request)
+        for name, group in self.groups.items():
+            step = self.config.max_num_batched_tokens + (self.draft_lookahead if name == "draft" else 0)
+            need = KVGroup.blocks_for(self._end(name, limit), group.block_size, group.keep, step)
             if need > group.pool.capacity:
-                raise RequestError(f"request {request.index}: {limit} positions need {need} blocks of the {group.name} group, it has {group.pool.capacity}; raise num_{group.name}_blocks.")
+                raise RequestError(f"request {request.index}: {limit} positions need {need} blocks of the {name} group, it has {group.pool.capacity}; raise num_{name}_blocks.")
+
+    def add(self, request: Request) -> Sequence_:
+        """Queue a request. Raises RequestError as :meth:`check` does."""
+        self.check(request)
         tables = {name: BlockTable() for name in self.groups}
-        sequence = Sequence_(request, list(request.prompt_ids), Completion(request.index), tables, limit)
+        sequence = Sequence_(request, list(request.prompt_ids), Completion(request.index), tables, self._limit(request))
         self.waiting.append(sequence)
         return sequence
 
@@ -173,6 +176,9 @@ class Scheduler:
         for name, group in self.groups.items():
             group.grow(sequence.tables[name], self._end(name, end))
         batch.append(part)
+
+    def _limit(self, request: Request) -> int:
+        return min(len(request.prompt_ids) + request.max_tokens, self.config.max_model_len)
 
     def _end(self, group: str, end: int) -> int:
         return min(end + self.draft_lookahead, self.config.max_model_len) if group == "draft" else end

@@ -1,0 +1,134 @@
+"""Speculative modes on a small checkpoint: the tokens of plain decode, and the drafts of drafters that were fed right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_ops.engine import tiny
+from dsv4_ops.engine.config import EngineConfig
+from dsv4_ops.engine.drafters import load_drafter
+from dsv4_ops.engine.engine import Engine
+from dsv4_ops.engine.requests import Request
+from dsv4_ops.engine.target import load_model
+
+MODES = ("mtp", "dspark", "dflash")
+TEXT = "The old lighthouse keeper climbed the stairs each night, counting them aloud, and the sea answered in its own time. " * 5
+PROMPTS = [tuple(TEXT.encode()[7 * i : 7 * i + n]) for i, n in enumerate((58, 57, 56, 127, 250, 1))]
+SIZES = {"max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 64, "num_speculative_tokens": 4}
+# One capture size: all products have the same shape in every mode, so plain and speculative decode agree to the bit.
+FIXED = SIZES | {"capture_sizes": (64,)}
+# Blocks for one of the requests, and not much more.
+SMALL = {"num_window_blocks": 6, "num_compressed_blocks": 4, "num_draft_blocks": 8}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    tiny.make_tiny(path)
+    return path
+
+
+def serve(checkpoint: Path, requests: list[Request], **config: Any) -> tuple[list[list[int]], Engine]:
+    engine = Engine(checkpoint, EngineConfig(**(SIZES | config)))
+    tokens = [c.token_ids for c in engine.generate(requests)]
+    assert all(group.pool.num_free == group.pool.capacity for group in engine.groups.values())
+    return tokens, engine
+
+
+GREEDY = [Request(i, prompt, 20) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> list[list[int]]:
+    """Each prompt decoded plainly, alone."""
+    engine = Engine(checkpoint, EngineConfig(**FIXED, mode="plain"))
+    return [engine.generate([request])[0].token_ids for request in GREEDY]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_greedy_tokens_are_those_of_plain_decode(mode: str, checkpoint: Path, plain: list[list[int]]) -> None:
+    """Batched, chunked, padded to different sizes; drafts are accepted, in part and not at all."""
+    tokens, engine = serve(checkpoint, GREEDY, mode=mode)
+    assert tokens == plain
+    assert engine.stats.accepted[1] and engine.stats.accepted[2] and sum(engine.stats.accepted.values()) < sum(map(len, tokens)) - len(tokens)
+    assert engine.stats.tokens == sum(map(len, tokens))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_small_pools_change_no_token(mode: str, checkpoint: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempted requests are computed anew, draft KV included, with the drafts they had."""
+    with_drafts = []
+    save = Engine._save_state
+    monkeypatch.setattr(Engine, "_save_state", lambda self, sequence: (with_drafts.append(list(sequence.draft_ids)), save(self, sequence)))
+    tokens, engine = serve(checkpoint, GREEDY, mode=mode, **SMALL)
+    assert tokens == plain and engine.stats.preemptions == len(with_drafts) and any(with_drafts)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_are_those_of_a_drafter_fed_by_transformers(mode: str, checkpoint: Path) -> None:
+    """Accepted lengths, step by step, equal those of the drafter when it reads the states of transformers' own forward.
+
+    A wrong context row, slot, window row or position of a drafter changes no token of the output: only this sees it.
+    """
+    drafts = SIZES["num_speculative_tokens"]
+    requests = [Request(i, tuple(prompt.encode()), 48) for i, prompt in enumerate(tiny.PROMPTS)]
+    completions = Engine(checkpoint, EngineConfig(mode=mode, **SIZES)).generate(requests)
+    target = load_model(checkpoint)
+    drafter = load_drafter(checkpoint, target, mode)
+    kinds = set()
+    for request, completion in zip(requests, completions, strict=True):
+        ids, start, streams = tiny._greedy(target, list(request.prompt_ids), 48 + drafts)
+        with torch.no_grad():
+            wanted = tiny._accepted_lengths(drafter, ids, start, start + 48, streams, drafts)
+        got = [length - 1 for length in completion.accepted_lengths]
+        # Near the end fewer drafts fit: compare the steps that had room for all of them.
+        whole = [i for i in range(len(got)) if 1 + sum(completion.accepted_lengths[:i]) + drafts + 1 <= 48]
+        assert got[: len(whole)] == wanted[: len(whole)] and len(whole) > 8
+        kinds |= set(got)
+    assert {0, 1, 2} <= kinds
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(mode: str, checkpoint: Path) -> None:
+    request = Request(3, PROMPTS[3], 20, temperature=1.0, seed=11)
+    mates = [replace(r, temperature=0.6 * (r.index % 2), seed=50 + r.index) for r in GREEDY if r.index != 3]
+    config = FIXED | {"mode": mode}
+    alone = serve(checkpoint, [request], **config)[0][0]
+    assert serve(checkpoint, [*mates, request], **config)[0][-1] == alone
+    tokens, engine = serve(checkpoint, [*mates, request], **config, **SMALL)
+    assert tokens[-1] == alone and engine.stats.preemptions > 0
+    assert serve(checkpoint, [replace(request, seed=12)], **config)[0][0] != alone
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_requests_end_at_the_models_limit_and_at_stop_ids(mode: str, checkpoint: Path, plain: list[list[int]]) -> None:
+    """Near the limit fewer drafts fit; a stop id among accepted drafts cuts what follows it."""
+    limit = len(PROMPTS[0]) + 17
+    stop = next(token for i, token in enumerate(plain[1]) if i > 5 and token not in plain[1][:i])
+    requests = [GREEDY[0], replace(GREEDY[1], stop_ids=(stop,))]
+    tokens, _ = serve(checkpoint, requests, mode=mode, max_model_len=limit)
+    assert tokens == [plain[0][:17], plain[1][: plain[1].index(stop) + 1]]
+
+
+@pytest.mark.parametrize("mode", ["plain", "mtp", "dspark"])
+def test_compiled_steps_are_one_graph_and_change_no_token(mode: str, checkpoint: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """fullgraph=True; all token counts above 1 share a graph, and serving compiles nothing (Dynamo alone: no code generation here)."""
+    graphs: list[torch.fx.GraphModule] = []
+    compile_ = torch.compile
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=count, **options))
+    engine = Engine(checkpoint, EngineConfig(**(SIZES | {"mode": mode, "compile": True, "capture_sizes": (2, 16, 64)})))
+    compiled = len(graphs)
+    assert compiled == (1 if mode == "plain" else 2)
+    assert [c.token_ids for c in engine.generate(GREEDY[:3])] == plain[:3]
+    assert len(graphs) == compiled

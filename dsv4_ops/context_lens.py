@@ -82,7 +82,7 @@ def mtp_context_lens(seq_lens: torch.Tensor, next_n: int, compress_ratio: int = 
 
 def _mtp_check(seq_lens: torch.Tensor, next_n: int, compress_ratio: int = 1, *, max_seq_len: int | None = None) -> None:
     _checks.tensor("mtp_context_lens", "seq_lens", seq_lens, _checks.INDEX, 1)
-    _checks.integer("mtp_context_lens", "next_n", next_n, 1)
+    _checks.integer("mtp_context_lens", "next_n", next_n, 1, INT32_MAX)
     _check_division("mtp_context_lens", compress_ratio, max_seq_len)
 
 
@@ -147,7 +147,8 @@ def _mtp_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     lens = torch.ones(3, dtype=torch.int32, device=device)
     yield BadInput("float lengths", (lens.float(), 2), ArgumentDtypeError, "seq_lens must be int32 or int64, got float32")
     yield BadInput("2-D lengths", (lens[None], 2), ArgumentShapeError, "seq_lens must be 1-dimensional")
-    yield BadInput("next_n 0", (lens, 0), ArgumentError, "next_n must be at least 1, got 0")
+    yield BadInput("next_n 0", (lens, 0), ArgumentError, "next_n must be between 1 and 2147483647, got 0")
+    yield BadInput("next_n past int32", (lens, 2**62), ArgumentError, "next_n must be between 1 and 2147483647")
     yield BadInput("ratio 0", (lens, 2, 0), ArgumentError, "compress_ratio must be at least 1, got 0")
     yield BadInput("negative limit", (lens, 2), ArgumentError, "max_seq_len must be at least 0, got -1", {"max_seq_len": -1})
 
@@ -378,9 +379,9 @@ def local_context_lens(lens: torch.Tensor, cp_rank: int, cp_size: int, cp_interl
 def _local_check(lens: torch.Tensor, cp_rank: int, cp_size: int, cp_interleave: int = 1) -> None:
     where = "local_context_lens"
     _checks.tensor(where, "lens", lens, _checks.INDEX, (1, 2))
-    _checks.integer(where, "cp_size", cp_size, 1)
+    _checks.integer(where, "cp_size", cp_size, 1, INT32_MAX)
     _checks.integer(where, "cp_rank", cp_rank, 0, cp_size - 1)
-    _checks.integer(where, "cp_interleave", cp_interleave, 1)
+    _checks.integer(where, "cp_interleave", cp_interleave, 1, INT32_MAX)
 
 
 def _local_reference(lens: torch.Tensor, cp_rank: int, cp_size: int, cp_interleave: int = 1) -> torch.Tensor:
@@ -430,8 +431,9 @@ def _local_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     yield BadInput("float lengths", (lens.float(), 0, 2), ArgumentDtypeError, "lens must be int32 or int64, got float32")
     yield BadInput("3-D lengths", (lens[None, None], 0, 2), ArgumentShapeError, "lens must be 1-dimensional or 2-dimensional")
     yield BadInput("rank outside", (lens, 2, 2), ArgumentError, "cp_rank must be between 0 and 1, got 2")
-    yield BadInput("no ranks", (lens, 0, 0), ArgumentError, "cp_size must be at least 1, got 0")
-    yield BadInput("interleave 0", (lens, 0, 2, 0), ArgumentError, "cp_interleave must be at least 1, got 0")
+    yield BadInput("no ranks", (lens, 0, 0), ArgumentError, "cp_size must be between 1 and 2147483647, got 0")
+    yield BadInput("ranks past int32", (lens, 0, 2**63 - 1, 16), ArgumentError, "cp_size must be between 1 and 2147483647")
+    yield BadInput("interleave 0", (lens, 0, 2, 0), ArgumentError, "cp_interleave must be between 1 and 2147483647, got 0")
 
 
 LOCAL_CONTEXT_LENS.implement(

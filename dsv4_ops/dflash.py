@@ -271,9 +271,9 @@ def _check(a: _Arguments) -> None:
         raise ArgumentError(where, "max_reqs", f"at least the {requests} requests of query_start_loc", a.max_reqs, "Set it to the capture size.")
     if requests * queries > a.max_tokens:
         raise ArgumentError(where, "max_tokens", f"at least {requests} requests * {queries} query rows = {requests * queries}", a.max_tokens, "Set it to the capture size.")
-    _checks.integer(where, "cp_size", a.cp_size, 1)
+    _checks.integer(where, "cp_size", a.cp_size, 1, INT32_MAX)
     _checks.integer(where, "cp_rank", a.cp_rank, 0, a.cp_size - 1)
-    _checks.integer(where, "cp_interleave", a.cp_interleave, 1)
+    _checks.integer(where, "cp_interleave", a.cp_interleave, 1, INT32_MAX)
     groups = len(a.block_tables)
     if len(a.block_sizes) != groups:
         raise ArgumentError(where, "block_sizes", f"one for each of the {groups} block tables", f"{len(a.block_sizes)}")
@@ -284,7 +284,7 @@ def _check(a: _Arguments) -> None:
         _checks.last_stride_one(where, f"block_tables[{g}]", table)
         if table.shape[0] < requests:
             raise ArgumentShapeError(where, f"block_tables[{g}]", f"of at least {requests} rows, one a request", f"shape {list(table.shape)}")
-        _checks.integer(where, f"block_sizes[{g}]", size, 1)
+        _checks.integer(where, f"block_sizes[{g}]", size, 1, INT32_MAX)
         if a.ranks(g) > 1 and size % a.cp_interleave:
             raise ArgumentError(where, f"block_sizes[{g}]", f"a multiple of cp_interleave ({a.cp_interleave})", size, "Otherwise a rank's share of a block does not fill it.")
     _checks.same_device(
@@ -547,7 +547,8 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     yield bad("1-D table", 9, [args[9][0][0]], ArgumentShapeError, "block_tables[0] must be 2-dimensional")
     yield bad("table of one request", 9, [args[9][0][:1]], ArgumentShapeError, "block_tables[0] must be of at least 2 rows")
     yield bad("sizes without tables", 10, [4, 4], ArgumentError, "block_sizes must be one for each of the 1 block tables")
-    yield bad("block size 0", 10, [0], ArgumentError, "block_sizes[0] must be at least 1")
+    yield bad("block size 0", 10, [0], ArgumentError, "block_sizes[0] must be between 1 and 2147483647, got 0")
+    yield bad("block size past int32", 10, [2**62], ArgumentError, "block_sizes[0] must be between 1 and 2147483647")
     yield wrong("too many query rows", "max_tokens must be at least 2 requests * 4 query rows = 8, got 7", max_tokens=7)
     yield wrong("too many requests", "max_reqs must be at least the 2 requests", max_reqs=1)
     yield wrong("no speculative tokens", "num_speculative_tokens must be at least 1", num_speculative_tokens=0)

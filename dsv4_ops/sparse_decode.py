@@ -112,9 +112,10 @@ def _check(
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
         raise ArgumentError(where, ", ".join(given), "all given or all None", f"None for {', '.join(missing)}")
-    for name, cache, indices, lens in (("swa", swa_cache, swa_indices, swa_lens), ("extra", extra_cache, extra_indices, extra_lens)):
-        if cache is None or indices is None or lens is None:
-            continue
+    segments = [("swa", swa_cache, swa_indices, swa_lens)]
+    if extra_cache is not None and extra_indices is not None and extra_lens is not None:
+        segments.append(("extra", extra_cache, extra_indices, extra_lens))
+    for name, cache, indices, lens in segments:
         check_cache(where, f"{name}_cache", cache)
         _checks.tensor(where, f"{name}_indices", indices, _checks.INDEX, 2)
         _checks.shape(where, f"{name}_indices", indices, (q.shape[0], None), f"[tokens, width] with {q.shape[0]} tokens as in q")
@@ -338,6 +339,8 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     yield bad("2-D query", 0, q[0], ArgumentShapeError, "q must be 3-dimensional")
     yield bad("query of 576", 0, torch.zeros(3, 2, 576, device=device), ArgumentShapeError, "q must be of shape [tokens, heads, 512]")
     yield bad("interleaved query", 0, torch.zeros(3, 2, 1024, device=device)[..., ::2], ArgumentShapeError, "q must be dense in its last dimension")
+    yield bad("no cache", 1, None, ArgumentDtypeError, "swa_cache must be a tensor, got NoneType")
+    yield bad("no lengths", 3, None, ArgumentDtypeError, "swa_lens must be a tensor, got NoneType")
     yield bad("cache of 584 floats", 1, torch.zeros(2, 4, 584, device=device), ArgumentShapeError, "FP8 pages are uint8")
     yield bad("index rows of other tokens", 2, indices[:2], ArgumentShapeError, "swa_indices must be of shape [tokens, width] with 3 tokens")
     yield bad("flat indices", 2, indices.view(-1), ArgumentShapeError, "swa_indices must be 2-dimensional")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from dsv4_ops.engine.config import EngineConfig
 from dsv4_ops.engine.drafters import load_drafter
 from dsv4_ops.engine.engine import Engine
 from dsv4_ops.engine.requests import Request
+from dsv4_ops.engine.scheduler import Scheduled
 from dsv4_ops.engine.target import load_model
 
 MODES = ("mtp", "dspark", "dflash")
@@ -94,15 +96,25 @@ def test_drafts_are_those_of_a_drafter_fed_by_transformers(mode: str, checkpoint
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(mode: str, checkpoint: Path) -> None:
-    request = Request(3, PROMPTS[3], 20, temperature=1.0, seed=11)
-    mates = [replace(r, temperature=0.6 * (r.index % 2), seed=50 + r.index) for r in GREEDY if r.index != 3]
+def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(mode: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, among others, and preempted with drafts whose logits are needed again: the same tokens."""
+    requests = [replace(r, temperature=1.0 - 0.2 * (r.index % 2), seed=50 + r.index) for r in GREEDY]
     config = FIXED | {"mode": mode}
-    alone = serve(checkpoint, [request], **config)[0][0]
-    assert serve(checkpoint, [*mates, request], **config)[0][-1] == alone
-    tokens, engine = serve(checkpoint, [*mates, request], **config, **SMALL)
-    assert tokens[-1] == alone and engine.stats.preemptions > 0
-    assert serve(checkpoint, [replace(request, seed=12)], **config)[0][0] != alone
+    engine = Engine(checkpoint, EngineConfig(**config))
+    alone = [engine.generate([request])[0].token_ids for request in requests]
+    assert engine.generate([replace(requests[0], seed=12)])[0].token_ids != alone[0]
+    assert [c.token_ids for c in engine.generate(requests)] == alone
+    moved = []
+    load = Engine._load_state
+
+    def watch(self: Engine, batch: Sequence[Scheduled]) -> None:
+        for sequence in (part.sequence for part in batch if part.start == 0 and part.sequence.draft_state is not None):
+            moved.append(not torch.equal(self.draft_logits[sequence.row], sequence.draft_state))
+        load(self, batch)
+
+    monkeypatch.setattr(Engine, "_load_state", watch)
+    assert serve(checkpoint, requests, **config, **SMALL)[0] == alone
+    assert any(moved)
 
 
 @pytest.mark.parametrize("mode", MODES)

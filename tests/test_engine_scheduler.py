@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DeepseekV4ForCausalLM
 
+from dsv4_ops import gumbel_sample
 from dsv4_ops.engine.attention import PagedAttention, build_metadata, closing_tokens
 from dsv4_ops.engine.blocks import KVGroup
 from dsv4_ops.engine.config import EngineConfig
@@ -415,9 +416,14 @@ def test_case_D14_dummy_step_after_a_real_one_changes_no_page(model: DeepseekV4F
 
 
 def test_temperature_depends_on_the_seed_and_not_on_the_batch(model: DeepseekV4ForCausalLM) -> None:
-    config = SIZES | {"max_num_batched_tokens": 64, "capture_sizes": (64,)}
+    config = SIZES | {"max_num_batched_tokens": 64, "capture_sizes": (64,), "record_logits": True}
     request = Request(0, PROMPTS[1], 12, temperature=1.0, seed=7)
-    alone = make_engine(model, **config).generate([request])[0].token_ids
+    completion = make_engine(model, **config).generate([request])[0]
+    alone = completion.token_ids
+    # Each token is the draw of its own logits, seed and position.
+    positions = len(PROMPTS[1]) + torch.arange(12)
+    drawn = gumbel_sample(torch.stack(completion.logits), torch.ones(1), torch.tensor([7]), positions, torch.zeros(12, dtype=torch.int64))
+    assert drawn.tolist() == alone
     mates = [Request(i, PROMPTS[i], 10, temperature=0.7 * (i % 2), seed=100 + i) for i in range(2, 5)]
     assert make_engine(model, **config).generate([*mates, request])[3].token_ids == alone
     small = make_engine(model, **config, num_window_blocks=7, num_compressed_blocks=4)

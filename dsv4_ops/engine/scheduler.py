@@ -79,7 +79,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.on_preempt: Callable[[Sequence_], None] = lambda sequence: None
         """Called before a preempted request loses its row; the engine saves what it keeps by row."""
-        self._free_rows = list(range(config.max_num_seqs))[::-1]
+        self._free_rows = deque(range(config.max_num_seqs))
 
     def check(self, request: Request) -> None:
         """Raise RequestError when the pools could not hold ``request`` even alone."""
@@ -118,7 +118,7 @@ class Scheduler:
             if part is None or not self._fits(sequence, part.start + part.num_tokens):
                 break
             self.waiting.popleft()
-            sequence.row = self._free_rows.pop()
+            sequence.row = self._free_rows.popleft()
             self.running.append(sequence)
             self._schedule(sequence, batch)
         return batch

@@ -31,9 +31,9 @@ __all__ = ["Interrupted", "ModeSummary", "Run", "default_model", "make_engine", 
 
 MODES = ("plain", "mtp", "dspark", "dflash")
 DONE, CHECK_FAILED, REFUSED, NOTHING_DONE = 0, 1, 3, 4
-VERIFY_TOKENS = 64
+VERIFY_TOKENS = 40
 """Tokens a step that ``--verify`` pads every step to, unless ``--max-batched-tokens`` says otherwise: large enough for eight
-requests with seven draft tokens each, small because decoding one request alone pays for the padding."""
+requests with four draft tokens each, small because decoding one request alone pays for the padding."""
 
 
 class Interrupted(BaseException):

@@ -36,6 +36,7 @@ def commit() -> str:
 
 def environment() -> dict[str, Any]:
     env: dict[str, Any] = {"gpu": gpu_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]}
+    env["cpu"] = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), None) if os.path.exists("/proc/cpuinfo") else None
     try:
         import triton
 

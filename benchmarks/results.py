@@ -36,7 +36,9 @@ def commit() -> str:
 
 def environment() -> dict[str, Any]:
     env: dict[str, Any] = {"gpu": gpu_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]}
-    env["cpu"] = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), None) if os.path.exists("/proc/cpuinfo") else None
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    env["cpu"] = names[0] if names else None
     try:
         import triton
 

@@ -13,7 +13,7 @@ lengths             int32/64      [n] or [B, m]   columns that a row sees, any s
                                                   see none. Negative counts as 0, a huge one as ``width``
 k                   int                           1 to 4096, also above ``width``
 max_seq_len         int or None                   further limit on every length, at least 0
-lane                int                           workspace lane, -1: the current one. CPU kernels need none
+lane                int                           workspace lane, -1: the current one. the kernels need none
 returns indices     int32         [rows, k]       selected columns, ascending, then -1
 returns values      as logits     [rows, k]       their scores, in the same order, then -inf (``topk_values``)
 ------------------  ------------  --------------  --------------------------------------------------------------------
@@ -321,11 +321,11 @@ def _topk_merge_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 
 TOPK.implement(
-    check=_topk_check, reference=_topk_reference, torch_impl=_topk_torch, fake=_topk_fake, cpp=("cpu",),
+    check=_topk_check, reference=_topk_reference, torch_impl=_topk_torch, fake=_topk_fake, cpp=("cpu", "cuda"),
     samples=_topk_samples, sized=_topk_sized, bad_inputs=_topk_bad_inputs,
 )  # fmt: skip
 TOPK_VALUES.implement(
-    check=_topk_values_check, reference=_topk_values_reference, torch_impl=_topk_values_torch, fake=_topk_values_fake, cpp=("cpu",),
+    check=_topk_values_check, reference=_topk_values_reference, torch_impl=_topk_values_torch, fake=_topk_values_fake, cpp=("cpu", "cuda"),
     samples=_topk_samples, sized=_topk_sized, bad_inputs=_topk_values_bad_inputs,
 )  # fmt: skip
 TOPK_MERGE.implement(

@@ -249,8 +249,9 @@ def test_source_distribution_can_build_itself(tmp_path: Path) -> None:
 
 @pytest.mark.skipif("_C" not in loaded, reason="dsv4_ops._C is not built")
 def test_every_kernel_in_the_sources_is_loaded_and_used() -> None:
-    table = (ROOT / "csrc" / "registration.cpp").read_text()
-    in_sources = set(re.findall(r'm\.impl\("(\w+)"', table))
-    assert in_sources
-    assert {op.name for op in testing.ops() if "cpu" in op.cpp_sources} == in_sources
+    for device, path in (("cuda", "cuda/registration.cu"), ("cpu", "registration.cpp")):
+        table = (ROOT / "csrc" / path).read_text()
+        in_sources = set(re.findall(r'm\.impl\("(\w+)"', table))
+        assert in_sources
+        assert {op.name for op in testing.ops() if device in op.cpp_sources} == in_sources
     assert {op.name for op in testing.ops() if op.backends["cpu"] == "c++"} == in_sources, "stale build: install again"

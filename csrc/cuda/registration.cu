@@ -1,0 +1,27 @@
+// The module dsv4_ops._C_cuda: which CUDA kernel serves which op, in one table (as csrc/registration.cpp does for CPU).
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+namespace dsv4_ops {
+
+using torch::stable::Tensor;
+
+Tensor topk_cuda(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane);
+std::tuple<Tensor, Tensor> topk_values_cuda(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane);
+
+}  // namespace dsv4_ops
+
+STABLE_TORCH_LIBRARY_IMPL(dsv4_ops, CUDA, m) {
+  m.impl("topk", TORCH_BOX(&dsv4_ops::topk_cuda));
+  m.impl("topk_values", TORCH_BOX(&dsv4_ops::topk_values_cuda));
+}
+
+PyMODINIT_FUNC PyInit__C_cuda(void) {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "dsv4_ops._C_cuda", "CUDA kernels of dsv4_ops; importing registers them.", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

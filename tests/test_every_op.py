@@ -180,6 +180,7 @@ def test_row_does_not_depend_on_seed_of_labels(op: Op) -> None:
 def test_graph_replay_with_changed_inputs(op: Op, index: int) -> None:
     static = testing.clone_args(nth(op, index, "cuda"))
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the inputs are made there
     with torch.cuda.stream(stream):
         op(*static.args, **static.kwargs)
     torch.cuda.synchronize()

@@ -75,3 +75,8 @@ def test_random_traffic_conserves_blocks_and_keeps_to_the_bound(seed: int) -> No
     for table in tables:
         group.release(table)
     assert group.pool.num_free == group.pool.capacity
+
+
+def test_pool_of_any_size_costs_what_was_used() -> None:
+    pool = BlockPool(2**40)
+    assert [pool.take(), pool.take()] == [1, 2] and pool.num_free == pool.capacity - 2

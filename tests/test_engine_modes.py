@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dsv4_ops.engine import tiny
 from dsv4_ops.engine.config import EngineConfig
@@ -17,6 +19,7 @@ from dsv4_ops.engine.engine import Engine
 from dsv4_ops.engine.requests import Request
 from dsv4_ops.engine.scheduler import Scheduled
 from dsv4_ops.engine.target import load_model
+from dsv4_ops.errors import ArgumentError
 
 MODES = ("mtp", "dspark", "dflash")
 TEXT = "The old lighthouse keeper climbed the stairs each night, counting them aloud, and the sea answered in its own time. " * 5
@@ -144,3 +147,22 @@ def test_compiled_steps_are_one_graph_and_change_no_token(mode: str, checkpoint:
     assert compiled == (1 if mode == "plain" else 2)
     assert [c.token_ids for c in engine.generate(GREEDY[:3])] == plain[:3]
     assert len(graphs) == compiled
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "other model"])
+def test_checkpoint_that_does_not_fit_its_config_is_refused(fault: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Never random weights in the place of those that are not there."""
+    tensors, config = load_file(checkpoint / "model.safetensors"), json.loads((checkpoint / "config.json").read_text())
+    name = "model.layers.1.self_attn.compressor.kv_norm.weight"
+    stored = next(stored for stored in tensors if stored.startswith("layers.1.") and stored.endswith("compressor.norm.weight"))
+    words = {"missing": f"no tensor {name}", "shape": rf"{name} has shape \[3\], not \[512\]", "other model": "model_type deepseek_v4, got .* with llama"}[fault]
+    if fault == "missing":
+        del tensors[stored]
+    elif fault == "shape":
+        tensors[stored] = tensors[stored][:3].clone()
+    else:
+        config["model_type"] = "llama"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ArgumentError, match=words):
+        Engine(tmp_path)

@@ -452,3 +452,70 @@ def test_models_that_do_not_fit_are_refused_with_all_reasons(model: DeepseekV4Fo
         make_engine(model, compressed_block_size=100)
     with pytest.raises(ArgumentError, match="proposer"):
         make_engine(model, mode="mtp")
+
+
+def test_two_engines_on_one_model_do_not_meet(model: DeepseekV4ForCausalLM, alone: list[list[int]]) -> None:
+    """Each has pages of its own, also when the pages of one are fewer and their steps alternate; the model keeps its attention."""
+    attention = [layer.self_attn for layer in model.model.layers]
+    configs = EngineConfig(**SIZES), EngineConfig(max_model_len=260, max_num_seqs=1, num_window_blocks=8)
+    engines = [Engine(model, config) for config in configs]
+    served: list[dict[int, list[int]]] = [{}, {}]
+    for engine, picked in zip(engines, ((1, 2, 4), (4, 2)), strict=True):
+        for i in picked:
+            engine.scheduler.add(Request(i, PROMPTS[i], 12))
+    while any(engine.scheduler.has_work for engine in engines):
+        for engine, done in zip(engines, served, strict=True):
+            if engine.scheduler.has_work:
+                done.update((c.index, c.token_ids) for c in engine.step())
+    assert served == [{i: alone[i] for i in (1, 2, 4)}, {i: alone[i] for i in (2, 4)}]
+    assert [layer.self_attn for layer in model.model.layers] == attention
+
+
+@pytest.mark.parametrize("fault", ["on_finish", "step"])
+def test_engine_serves_on_after_an_exception(fault: str, model: DeepseekV4ForCausalLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the failed call left is forgotten: the next one sees its own requests only, and every block is free after it."""
+    engine = make_engine(model, **(SIZES | {"max_num_seqs": 2}))
+
+    def fail(*_: Any) -> None:
+        raise KeyError(fault)
+
+    with monkeypatch.context() as patch:
+        if fault == "step":
+            patch.setattr(engine, "_sample", fail)
+        with pytest.raises(KeyError, match=fault):
+            engine.generate(requests_of(PROMPTS, 12), on_finish=fail)
+    assert not engine.scheduler.has_work and sorted(engine.scheduler._free_rows) == [0, 1]
+    assert all(group.pool.num_free == group.pool.capacity for group in engine.groups.values())
+    seen: list[Completion] = []
+    assert engine.generate([Request(0, PROMPTS[2], 12)], on_finish=seen.append)[0].token_ids == alone[2]
+    assert [c.token_ids for c in seen] == [alone[2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, value) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "window_block_size") for value in (0, 2.5, "8", True, None)],
+        *[("num_window_blocks", value) for value in (1, 2.5, "9")],
+        *[("capture_sizes", value) for value in ((), (0,), (1.5,), ("a",), 5)],
+        *[("device", value) for value in ("nope", None)],
+        *[("mode", value) for value in (None, "eager")],
+    ],
+)
+def test_wrong_config_values_are_named(name: str, value: object) -> None:
+    with pytest.raises(ArgumentError, match=f"EngineConfig: {name} must be "):
+        EngineConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("prompt_ids", value) for value in ((), (1.5,), ("a",), "abc", (VOCAB,), (-1,), torch.tensor([1, 2]))],
+        *[("stop_ids", value) for value in (5, None, ("a",))],
+        *[("max_tokens", value) for value in (0, 2.5, None)],
+        *[("temperature", value) for value in (-1, float("nan"), float("inf"), 1e39, "x", None)],
+        *[("seed", value) for value in (2**63, 1.5, None)],
+    ],
+)
+def test_wrong_request_values_are_refused(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match="request 7: "):
+        EngineConfig().validate(Request(**({"index": 7, "prompt_ids": (1, 2)} | {name: value})), VOCAB)  # type: ignore[arg-type]

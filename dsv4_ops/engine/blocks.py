@@ -25,25 +25,30 @@ __all__ = ["BlockPool", "BlockTable", "KVGroup"]
 
 
 class BlockPool:
-    """Blocks 1 .. num_blocks - 1, handed out oldest-freed first."""
+    """Blocks 1 .. num_blocks - 1: first those that were never used, then the oldest-freed."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise ArgumentError("BlockPool", "num_blocks", "at least 2 (block 0 is the null block)", num_blocks)
         self.num_blocks = num_blocks
-        self._free = deque(range(1, num_blocks))
+        # Not one list of all blocks: a pool costs memory only for what was in use.
+        self._next_unused = 1
+        self._freed: deque[int] = deque()
         self._used: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.num_blocks - self._next_unused + len(self._freed)
 
     @property
     def capacity(self) -> int:
         return self.num_blocks - 1
 
     def take(self) -> int:
-        block = self._free.popleft()
+        if self._next_unused < self.num_blocks:
+            block, self._next_unused = self._next_unused, self._next_unused + 1
+        else:
+            block = self._freed.popleft()
         self._used.add(block)
         return block
 
@@ -51,7 +56,7 @@ class BlockPool:
         if block not in self._used:
             raise RuntimeError(f"block {block} is given back but is not in use")
         self._used.remove(block)
-        self._free.append(block)
+        self._freed.append(block)
 
 
 @dataclass

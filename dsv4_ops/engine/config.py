@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,14 +55,21 @@ class EngineConfig:
         require(self.mode in MODES, "mode", "one of " + ", ".join(MODES))
         require(self.kv_dtype in KV_DTYPES, "kv_dtype", "one of " + ", ".join(KV_DTYPES))
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "window_block_size", "compressed_block_size", "draft_block_size", "num_speculative_tokens"):
+            require(_is_integer(getattr(self, name)), name, "an integer")
             require(getattr(self, name) >= 1, name, "at least 1")
         for name in ("num_window_blocks", "num_compressed_blocks", "num_draft_blocks"):
-            require(getattr(self, name) is None or getattr(self, name) >= 2, name, "at least 2 (block 0 is the null block)")
+            blocks = getattr(self, name)
+            require(blocks is None or (_is_integer(blocks) and blocks >= 2), name, "at least 2 (block 0 is the null block)")
         # Every decoding request then runs in every step, with all its draft tokens.
         decodes = self.max_num_seqs * self.tokens_per_decode
         require(self.max_num_batched_tokens >= decodes, "max_num_batched_tokens", f"at least max_num_seqs * (1 + draft tokens) = {decodes}")
-        if self.capture_sizes is not None:
-            require(bool(self.capture_sizes) and min(self.capture_sizes) >= 1, "capture_sizes", "positive token counts")
+        sizes = self.capture_sizes
+        if sizes is not None:
+            require(isinstance(sizes, Sequence) and len(sizes) > 0 and all(_is_integer(n) and n >= 1 for n in sizes), "capture_sizes", "positive token counts")
+        try:
+            torch.device(self.device)
+        except (RuntimeError, TypeError):
+            require(False, "device", "a device of torch, such as cpu or cuda:0")
 
     @property
     def tokens_per_decode(self) -> int:
@@ -82,6 +90,12 @@ class EngineConfig:
     def validate(self, request: Request, vocab_size: int) -> None:
         """Raise RequestError, naming the reason, when this engine cannot serve ``request``."""
         where = f"request {request.index}"
+        for name, values in (("prompt_ids", request.prompt_ids), ("stop_ids", request.stop_ids)):
+            if not isinstance(values, Sequence) or not all(map(_is_integer, values)):
+                raise RequestError(f"{where}: {name} must be a tuple of token ids, got {str(values)[:60]}.")
+        for name in ("max_tokens", "seed"):
+            if not _is_integer(getattr(request, name)):
+                raise RequestError(f"{where}: {name} must be an integer, got {getattr(request, name)}.")
         if not request.prompt_ids:
             raise RequestError(f"{where}: the prompt is empty; give at least one token.")
         bad = [t for t in request.prompt_ids if not 0 <= t < vocab_size]
@@ -91,10 +105,15 @@ class EngineConfig:
             raise RequestError(f"{where}: the prompt has {len(request.prompt_ids)} tokens, the limit is {self.max_model_len - 1} (max_model_len {self.max_model_len}, one for the output).")
         if request.max_tokens < 1:
             raise RequestError(f"{where}: max_tokens must be at least 1, got {request.max_tokens}.")
-        if not 0.0 <= request.temperature < float("inf"):
-            raise RequestError(f"{where}: temperature must be 0 or more, got {request.temperature}.")
+        temperature = request.temperature
+        if not isinstance(temperature, int | float) or not 0.0 <= temperature <= torch.finfo(torch.float32).max:
+            raise RequestError(f"{where}: temperature must be 0 or more, got {temperature}.")
         if not -(2**63) <= request.seed < 2**63:
             raise RequestError(f"{where}: seed must fit in 64 bits, got {request.seed}.")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _powers_of_two(largest: int) -> list[int]:

@@ -142,18 +142,23 @@ class Engine:
     def generate(self, requests: Iterable[Request], on_finish: Callable[[Completion], None] | None = None) -> list[Completion]:
         """Serve all requests; completions in the order of ``requests``. ``on_finish`` sees each as soon as it is done.
 
-        Raises RequestError for a request that can never be served, before any is run.
+        Raises RequestError for a request that can never be served, before any is run. Whatever else is raised on the way, by
+        ``on_finish`` for example, ends the call: its unfinished requests are forgotten, and the engine can be used again.
         """
         requests = list(requests)
         for request in requests:
             self.config.validate(request, self.vocab_size)
             self.scheduler.check(request)
-        completions = [self.scheduler.add(request).completion for request in requests]
-        while self.scheduler.has_work:
-            for completion in self.step():
-                if on_finish is not None:
-                    on_finish(completion)
-        return completions
+        sequences = [self.scheduler.add(request) for request in requests]
+        try:
+            while self.scheduler.has_work:
+                for completion in self.step():
+                    if on_finish is not None:
+                        on_finish(completion)
+        except BaseException:
+            self.scheduler.drop(sequences)
+            raise
+        return [sequence.completion for sequence in sequences]
 
     @torch.no_grad()
     def step(self) -> list[Completion]:

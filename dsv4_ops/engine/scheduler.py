@@ -98,6 +98,14 @@ class Scheduler:
         self.waiting.append(sequence)
         return sequence
 
+    def drop(self, sequences: Sequence[Sequence_]) -> None:
+        """Forget these requests, finished or not, and take back what they hold."""
+        for sequence in sequences:
+            if sequence.row >= 0:
+                self._leave(sequence)
+            elif sequence in self.waiting:
+                self.waiting.remove(sequence)
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)

@@ -6,6 +6,8 @@ only ``self_attn`` of each layer is wrapped. The forward is one function of tens
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 from transformers import DeepseekV4ForCausalLM
 
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from .attention import Geometry, PagedAttention, build_metadata
 from .blocks import KVGroup
 from .config import KV_DTYPES, EngineConfig
@@ -35,8 +37,27 @@ class TargetOutput(NamedTuple):
 
 
 def load_model(model_dir: str | Path, device: str = "cpu") -> DeepseekV4ForCausalLM:
-    """The checkpoint in ``model_dir``, for inference."""
-    model: Any = DeepseekV4ForCausalLM.from_pretrained(model_dir, attn_implementation="eager")
+    """The checkpoint in ``model_dir``, for inference.
+
+    Raises ArgumentError for a folder of another model, and when tensors are missing or ill-shaped: transformers would put random ones there.
+    """
+    kind = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if kind != "deepseek_v4":
+        raise ArgumentError("load_model", "model_dir", "a checkpoint folder whose config.json has model_type deepseek_v4", f"{model_dir} with {kind}")
+    load: Any = DeepseekV4ForCausalLM.from_pretrained
+    try:
+        model, report = load(model_dir, attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True)
+    except ImportError as error:
+        if error.name is not None:
+            raise
+        raise UnsupportedError(f"the checkpoint of {model_dir}", [str(error)]) from None  # a quantization that needs what is not here
+    except (ValueError, TypeError) as error:
+        raise ArgumentError("load_model", "model_dir", "a checkpoint folder that transformers reads", f"{model_dir}: {error}") from None
+    problems = [f"no tensor {name}" for name in sorted(report["missing_keys"])]
+    problems += [f"{name} has shape {list(got)}, not {list(wanted)}" for name, got, wanted in sorted(report["mismatched_keys"])]
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise ArgumentError("load_model", "model_dir", "a folder with the tensors of the model that its config.json describes", f"{model_dir}: {shown}")
     loaded: DeepseekV4ForCausalLM = model.to(device).eval().requires_grad_(False)
     return loaded
 
@@ -67,17 +88,30 @@ def target_groups(geometry: Geometry, config: EngineConfig) -> dict[str, KVGroup
     return {name: group(name, *size) for name, size in sizes.items()}
 
 
+def _with_own_layers(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
+    """The same weights and modules in layers of their own, so that other users of ``model`` keep their attention."""
+
+    def shallow(module: Any) -> Any:
+        clone = copy.copy(module)
+        clone._modules = dict(module._modules)
+        return clone
+
+    clone: Any = shallow(model)
+    clone.model = shallow(model.model)
+    clone.model.layers = nn.ModuleList(shallow(layer) for layer in model.model.layers)
+    result: DeepseekV4ForCausalLM = clone
+    return result
+
+
 class Target(nn.Module):
     """The model and its KV pages. ``aux_layers``: after which layers the streams are returned for a drafter."""
 
     def __init__(self, model: DeepseekV4ForCausalLM, geometry: Geometry, config: EngineConfig, groups: dict[str, KVGroup], aux_layers: Sequence[int] = ()) -> None:
         super().__init__()
-        self.model, self.geometry, self.aux_layers = model, geometry, tuple(aux_layers)
+        self.model, self.geometry, self.aux_layers = _with_own_layers(model), geometry, tuple(aux_layers)
         # The default form of the experts loops over those that were hit, which it reads on the host; this one has fixed shapes.
         model.config._experts_implementation = "batched_mm"
-        for layer in model.model.layers:
-            if isinstance(layer.self_attn, PagedAttention):
-                layer.self_attn = layer.self_attn.inner
+        for layer in self.model.model.layers:
             pools = groups["window"].pool.num_blocks, groups["compressed"].pool.num_blocks
             layer.self_attn = PagedAttention(layer.self_attn, geometry, *pools, KV_DTYPES[config.kv_dtype])
 

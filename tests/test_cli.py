@@ -202,6 +202,11 @@ def test_failed_check_outranks_a_bad_request(model: Path, requests: Path, engine
     assert main(["run", str(requests), "--model", str(model), "--verify"]) == 1
 
 
+def _with_file(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder)
+
+
 USER_ERRORS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no request file": (lambda p: [str(p / "absent.jsonl")], "no such file of requests"),
     "folder for a request file": (lambda p: [str(p)], "no such file of requests"),
@@ -211,6 +216,8 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "requests overwritten": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "model"), "--out", str(p / "model" / ".." / "requests.jsonl"), "--overwrite"], "is the file of requests"),
     "resume without results": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "model"), "--resume"], "need --out FILE"),
     "unknown device": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "model"), "--device", "abacus"], "--device abacus: torch"),
+    "device without memory": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "model"), "--device", "meta"], "--device meta: torch"),
+    "broken tokenizer": (lambda p: [str(p / "requests.jsonl"), "--model", _with_file(p / "model", "tokenizer.json", "{")], "tokenizer.json: cannot be loaded"),
 }
 
 
@@ -246,6 +253,19 @@ def test_model_that_does_not_fit_is_a_user_error(model: Path, requests: Path, mo
     assert "heads: needs 64" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 800 bytes")])
+def test_sizes_past_the_memory_are_a_user_error(error: Exception, model: Path, requests: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(model: Path, config: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(runner, "make_engine", refuse)
+    assert main(["run", str(requests), "--model", str(model)]) == 4
+    assert "error: there is not enough memory" in capsys.readouterr().err
+    error = RuntimeError("an error of ours")
+    with pytest.raises(RuntimeError, match="of ours"):
+        main(["run", str(requests), "--model", str(model)])
+
+
 def test_no_request_left(model: Path, requests: Path, engines: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     requests.write_text("\n{}\n")
     assert main(["run", str(requests), "--model", str(model)]) == 4
@@ -261,7 +281,7 @@ def test_missing_library_says_what_to_install(library: str, model: Path, request
     assert done.returncode == 4 and "pip install 'dsv4_ops[engine]'" in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--max-tokens", "0"], ["--max-seqs", "-1"], ["--mode", "eager"], ["--kv-dtype", "int4"], ["--draft-tokens", "x"], ["--max-tokens", "1e3"], ["--resume", "--overwrite"]])
+@pytest.mark.parametrize("arguments", [["--max-tokens", "0"], ["--max-seqs", "-1"], ["--mode", "eager"], ["--kv-dtype", "int4"], ["--draft-tokens", "x"], ["--max-tokens", "1e3"], ["--threads", "99999999999"], ["--resume", "--overwrite"]])
 def test_wrong_options(arguments: list[str], requests: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["run", str(requests), *arguments])

@@ -558,6 +558,24 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(folder: Path, target: D
         load_drafter(copy_checkpoint(folder, tmp_path, bad(name)), target, "mtp")
 
 
+@pytest.mark.parametrize(
+    "field, value",
+    [("dspark_block_size", 0), ("dspark_block_size", "4"), ("dspark_noise_token_id", 99999), ("dspark_noise_token_id", -1), ("dspark_target_layer_ids", [0, 99]), ("dspark_target_layer_ids", [0, -1])],
+)
+def test_fields_that_no_block_drafter_has_are_named(folder: Path, target: DeepseekV4ForCausalLM, tmp_path: Path, field: str, value: object) -> None:
+    copy_checkpoint(folder / "dspark", tmp_path, lambda tensors, config: config.update({field: value}))
+    with pytest.raises(ArgumentError, match=f"load_drafter: {field} must be "):
+        load_drafter(tmp_path, target, "dspark")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "{}"])
+def test_broken_index_of_tensors_is_named(folder: Path, target: DeepseekV4ForCausalLM, tmp_path: Path, text: str) -> None:
+    copy_checkpoint(folder, tmp_path, lambda tensors, config: None)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ArgumentError, match="weight_map"):
+        load_drafter(tmp_path, target, "mtp")
+
+
 def test_folders_without_the_drafter_say_what_is_missing(folder: Path, target: DeepseekV4ForCausalLM, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="kind must be one of 'mtp', 'dspark', 'dflash', got 'eagle'"):
         load_drafter(folder, target, "eagle")

@@ -66,6 +66,8 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    if value >= 2**31:
+        raise argparse.ArgumentTypeError(f"must be below 2147483648, got {value}")
     return value
 
 
@@ -88,9 +90,19 @@ def main(options: argparse.Namespace) -> int:
             raise
         print(f"error: the engine needs {error.name.split('.')[0]}, which is not installed. Do: pip install 'dsv4_ops[engine]'", file=sys.stderr)
         return NOTHING_DONE
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        print("error: there is not enough memory for this. Lower --max-seqs, --max-batched-tokens, --max-model-len or --draft-tokens.", file=sys.stderr)
+        return NOTHING_DONE
     except Interrupted as stopped:
         print(f"interrupted by {signal.Signals(stopped.number).name}", file=sys.stderr)
         return 128 + stopped.number
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """PyTorch has a class of its own for devices alone; its CPU allocator raises RuntimeError."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error) or "not enough memory" in str(error)
 
 
 @contextlib.contextmanager

@@ -458,6 +458,8 @@ def load_drafter(model_dir: str | Path, target: DeepseekV4ForCausalLM, kind: str
     missing = [f"tensor {marker}"] * (marker not in published) + [f"config field {name}" for name in needed if name not in fields]
     if missing:
         raise ArgumentError("load_drafter", "model_dir", f"a checkpoint folder with a {kind} drafter", f"{folder} without {', '.join(missing)}", "make-tiny writes one with all drafters.")
+    if kind != "mtp":
+        _check_block_fields(fields, folder, target.config)
     if quantized := [name for name in published if name.endswith((".scale", ".weight_scale", ".weight_scale_inv"))]:
         raise UnsupportedError(f"the {kind} drafter of {folder}", [f"tensor {quantized[0]} and {len(quantized) - 1} more belong to a quantized drafter: dequantize the mtp.* tensors to bfloat16 first"])
     stages: int = 1 + max(int(name.split(".")[1]) for name in published)
@@ -477,11 +479,31 @@ def load_drafter(model_dir: str | Path, target: DeepseekV4ForCausalLM, kind: str
     return drafter.requires_grad_(False).eval()
 
 
+def _check_block_fields(fields: Mapping[str, Any], folder: Path, target: DeepseekV4Config) -> None:
+    """Raise ArgumentError for a value of config.json that no block drafter can have."""
+    vocab, layers, ids = target.vocab_size, target.num_hidden_layers, fields["dspark_target_layer_ids"]
+
+    def fits(value: object, low: int, high: int) -> bool:
+        return isinstance(value, int) and low <= value < high
+
+    checks = {
+        "dspark_block_size": (fits(fields["dspark_block_size"], 1, 2**31), "a positive integer"),
+        "dspark_noise_token_id": (fits(fields["dspark_noise_token_id"], 0, vocab), f"a token id below {vocab}"),
+        "dspark_target_layer_ids": (isinstance(ids, list) and bool(ids) and all(fits(i, 0, layers) for i in ids), f"a list of layers below {layers}"),
+    }
+    for name, (ok, expected) in checks.items():
+        if not ok:
+            raise ArgumentError("load_drafter", name, f"{expected} (in {folder / 'config.json'})", fields[name])
+
+
 def _read_mtp(folder: Path) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        try:
+            weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError):
+            raise ArgumentError("load_drafter", "model_dir", "a folder whose index of tensors has a weight_map", index) from None
         files = [folder / name for name in sorted({file for key, file in weight_map.items() if key.startswith("mtp.")})]
     tensors: dict[str, torch.Tensor] = {}
     for file in files:

@@ -164,7 +164,8 @@ class Run:
 
         name = self.options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            torch.empty(0, device=name)
+            if torch.empty(0, device=name).is_meta:
+                raise RuntimeError("meta tensors hold no values")
         except (RuntimeError, AssertionError) as error:
             raise RequestError(f"--device {name}: torch {torch.__version__} cannot use it: {str(error).splitlines()[0]}") from None
         return str(name)

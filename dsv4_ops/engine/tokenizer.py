@@ -79,4 +79,7 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
         return ByteTokenizer()
     from transformers import AutoTokenizer
 
-    return _HubTokenizer(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
+    try:
+        return _HubTokenizer(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
+    except Exception as error:  # the readers of these files raise many kinds, the base class among them
+        raise RequestError(f"{Path(model_dir) / 'tokenizer.json'}: cannot be loaded: {(str(error) or type(error).__name__).splitlines()[0]}") from None

@@ -110,6 +110,7 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     "seed fraction": ('{"prompt": "a", "seed": 1.5}', "seed must be an integer, got a number with a fraction"),
     "seed boolean": ('{"prompt": "a", "seed": true}', "seed must be an integer, got a boolean"),
     "id of wrong type": ('{"prompt": "a", "id": 1.5}', "id must be a string or an integer"),
+    "id that no file holds": ('{"prompt": "a", "id": "x\\ud800"}', r'id must be encodable as UTF-8, got a lone surrogate in "x\ud800"'),
     "id twice": ('{"prompt": "a", "id": "taken"}', 'got "taken", which line 1 has too'),
 }
 

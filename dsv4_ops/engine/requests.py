@@ -166,6 +166,8 @@ def _identifier(fields: dict[str, Any], seen: dict[str | int, int]) -> str | int
         return None
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise RequestError(f"id must be a string or an integer, got {_kind(name)}.")
+    if isinstance(name, str) and any("\ud800" <= c <= "\udfff" for c in name):
+        raise RequestError(f"id must be encodable as UTF-8, got a lone surrogate in {_short(name)}.")
     if name in seen:
         raise RequestError(f"id must be unique in the file, got {_short(name)}, which line {seen[name]} has too.")
     return name

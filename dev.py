@@ -8,7 +8,7 @@
 
 The environment is ``.venv`` beside this file (``DSV4_OPS_VENV`` names another). ``--here`` as the first argument
 installs nothing and uses the interpreter that runs this file, for machines that have torch but no network.
-Without an NVIDIA GPU the CPU build of torch is taken.
+Without an NVIDIA GPU torch 2.13.0 is taken, with one any release from 2.11 on; what is installed already stays.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ def setup() -> Path:
     if not python.exists():
         venv.create(VENV, with_pip=True)
     has_gpu = shutil.which("nvidia-smi") is not None
-    if call(python, "-c", "import torch") != 0:
+    if call(python, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)") != 0:
+        print("installing torch: a minute or more, without output", flush=True)
         must(python, "-m", "pip", "install", "--quiet", "torch>=2.11" if has_gpu else CPU_TORCH)
     extras = "engine,test,cuda" if has_gpu else "engine,test"
+    print("installing the project and what it needs", flush=True)
     must(python, "-m", "pip", "install", "--quiet", "-e", f".[{extras}]")
     stamp.write_text(state)
     return python

@@ -38,6 +38,7 @@ TARGETS: dict[str, str] = {
     **dict.fromkeys(["H01", "H03", "H04", "H06", "H07", "H09", "H14", "H15"], "sampling"),
     "H10": "engine: plan of compressor windows",
     "H12": "engine: --verify and its margins",
+    "H13": "distributed.broadcast_samples: one rank decides",
     **dict.fromkeys(["I01", "I03", "I04", "I14", "I16"], "every registered op"),
     **dict.fromkeys(["I05", "I17"], "kv_cache_insert"),
     **dict.fromkeys(["I09", "I10", "I12", "I13"], "dsv4_ops.passes"),
@@ -48,7 +49,6 @@ LATER: dict[str, str] = {
     "E10": "growth of a CUDA memory pool: needs a GPU",
     "E11": "two captured graphs in one pool: needs a GPU",
     "E12": "capture, destroy, capture in one pool: needs a GPU",
-    "H13": "several ranks: comes with tensor parallel decode",
     "I08": "a Triton kernel under torch.compile: comes with the first Triton kernel",
 }
 

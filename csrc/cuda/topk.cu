@@ -1,15 +1,16 @@
 // Row-wise top-k on NVIDIA GPUs: exact, the same bits every time, and free of waits that another block could miss.
 //
 // A block, or a cluster of blocks that exchange through distributed shared memory and the hardware's cluster barrier,
-// ranks one row. Scores become unsigned keys of the same order (-0 and +0 share one; NaN and columns past the length get
-// 0, below every number) and stay in registers, so a row is read once. Then
-//   1. The row falls into at least k groups; the smallest of the groups' maxima is a lower bound of the k-th largest
-//      key and the largest key an upper one. In long rows few keys lie between them.
-//   2. A histogram over equal parts of [low, high], largest keys first, finds the part that holds the k-th largest key;
+// ranks one row. Scores stay in registers, so a row is read once; compared as keys, unsigned numbers of the same order
+// (-0 and +0 share one; NaN and columns past the length get 0, below every number).
+//   1. Every warp contributes its few largest scores, k in all; the smallest is a lower bound of the k-th largest.
+//   2. Columns above the bound, a few times k in most rows, are listed in column order; the rest of the row is done with.
+//   3. A histogram over equal parts of [low, high], largest keys first, finds the part that holds the k-th largest key;
 //      it is the next interval. 3 or 4 passes of 11 to 8 bits reach one key whatever the scores are, most rows need 2.
-//   3. Every warp counts its columns above and at the threshold. Prefix sums of the counts, in column order, give each
-//      selected column its place: ascending, ties to the lowest column, without sorting.
-// A pass uses a histogram of its own, all cleared at the start: nothing is carried from one row or launch to the next.
+//   4. Prefix sums of the selected, in column order, give each its place: ascending, ties to the lowest column, unsorted.
+// Fewer than k above the bound: it is the k-th largest itself, and step 4 runs on the registers. More than the list
+// holds: steps 3 and 4 run on the registers. A pass uses a histogram of its own, all cleared at the start, and nothing is
+// carried from one row or launch to the next.
 #include "../checks.h"
 #include "../topk_plan.h"
 
@@ -68,26 +69,35 @@ struct Args {
   Lengths lengths;
   int32_t* indices;
   void* values;  // or null
-  int limit, k, cluster, bin_bits;
+  int limit, k, cluster, bin_bits, listed;
 };
 
-template <int kThreads>
 struct Shared {
   alignas(16) uint32_t histogram[kTopkHistogramWords];
   uint32_t warp_low[32], warp_high[32], warp_total[32];
-  int warp_above[32], warp_equal[32];
+  int warp_above[32], warp_selected[32], warp_equal[32];  // each written once a row, or with a barrier after the last reader
   uint32_t low[kMaxCluster], high[kMaxCluster];  // of each block of the cluster, written by it
-  int above[kMaxCluster], equal[kMaxCluster];
+  int listed[kMaxCluster], above[kMaxCluster], equal[kMaxCluster];
   int bin, before, count;
 };
+static_assert(sizeof(Shared) <= kTopkFixedBytes && kTopkFixedBytes % 8 == 0);
 
-// Score bits (of float32) to a key.
-__device__ __forceinline__ uint32_t key_of(uint32_t bits) {
-  const float score = __uint_as_float(bits) + 0.0f;  // -0 becomes +0
-  const uint32_t ordered = __float_as_uint(score);
+// [low, high] holds the wanted-th largest key, until it is one key or all of an interval is wanted.
+struct Search {
+  uint32_t low, high;
+  int wanted;
+  uint32_t threshold = 0;  // every key above it is selected
+  int equal = 0;           // and so many columns at it, the first ones
+};
+
+__device__ __forceinline__ uint32_t key_of(float score) {
+  const uint32_t ordered = __float_as_uint(score + 0.0f);  // -0 becomes +0
   const uint32_t key = ordered ^ (static_cast<uint32_t>(static_cast<int32_t>(ordered) >> 31) | 0x80000000u);
   return score == score ? key : 0u;
 }
+
+// The score of a key other than 0.
+__device__ __forceinline__ float score_of(uint32_t key) { return __uint_as_float((key & 0x80000000u) != 0 ? key ^ 0x80000000u : ~key); }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
@@ -129,7 +139,84 @@ __device__ __forceinline__ int length_of(const Args& args, int64_t row) {
   return static_cast<int>(length < 0 ? 0 : length > args.limit ? args.limit : length);
 }
 
-// kVectors > 0: the row's keys stay in registers. 0: rows of any length, read again in each pass (from L2 where it fits).
+__device__ __forceinline__ int scan(int value, int lane) {  // inclusive, over a warp
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(kAll, value, offset);
+    if (lane >= offset) value += other;
+  }
+  return value;
+}
+
+// Narrows the search by histograms. `each_key(use)` calls use(key) for each key, by whole warps, 0 where there is none.
+template <int kThreads, class EachKey>
+__device__ __forceinline__ void narrow(Shared& shared, Search& search, int bin_bits, int blocks, const EachKey& each_key) {
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  const int bins = 1 << bin_bits, share = max(1, bins / kThreads);  // bins that a thread adds up
+  for (int pass = 0;; ++pass) {
+    if (search.high == search.low) {
+      search.threshold = search.low;
+      search.equal = search.low == 0 ? 0 : search.wanted;
+      return;
+    }
+    const uint32_t high = search.high, range = high - search.low;
+    const int shift = max(0, 32 - __clz(range) - bin_bits);
+    uint32_t* histogram = shared.histogram + (pass << bin_bits);
+    each_key([&](uint32_t key) {
+      const uint32_t distance = high - key, bin = distance >> shift;
+      const bool inside = distance <= range;
+      const unsigned active = __ballot_sync(kAll, inside);
+      if (active == 0) return;
+      // Increments of one counter queue up. Lanes that agree with the first one are counted by it, so that a sea of equal
+      // scores costs as little as scattered ones.
+      const int first = __ffs(active) - 1;
+      const uint32_t leading = __shfl_sync(kAll, bin, first);
+      const unsigned same = __ballot_sync(kAll, inside && bin == leading);
+      if (inside && (bin != leading || lane == first)) atomicAdd(&histogram[bin], bin == leading ? __popc(same) : 1);
+    });
+    if (blocks == 1) {
+      __syncthreads();
+    } else {
+      cluster_arrive();
+      cluster_wait();
+    }
+    uint32_t counts[4] = {0, 0, 0, 0};
+    if (thread * share < bins) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i >= share) break;
+        if (blocks == 1) {
+          counts[i] = histogram[thread * share + i];
+        } else {
+#pragma unroll 8
+          for (int other = 0; other < blocks; ++other) counts[i] += load_at(&histogram[thread * share + i], other);
+        }
+      }
+    }
+    const int sum = counts[0] + counts[1] + counts[2] + counts[3];
+    int before = scan(sum, lane);
+    if (lane == 31) shared.warp_total[warp] = before;
+    __syncthreads();
+    before += __reduce_add_sync(kAll, lane < warp ? shared.warp_total[lane] : 0) - sum;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int count = counts[i];
+      if (before < search.wanted && search.wanted <= before + count) shared.bin = thread * share + i, shared.before = before, shared.count = count;
+      before += count;
+    }
+    __syncthreads();  // the next writes of bin, before and count come after two more barriers
+    search.wanted -= shared.before;
+    search.high -= static_cast<uint32_t>(shared.bin) << shift;
+    const uint32_t span = (1u << shift) - 1;
+    if (search.high - search.low > span) search.low = search.high - span;
+    if (search.wanted == shared.count) {  // all of this part, and nothing below it
+      search.threshold = search.low == 0 ? 0 : search.low - 1;
+      return;
+    }
+  }
+}
+
+// kVectors > 0: the row's scores stay in registers. 0: rows of any length, read again in each pass (from L2 where it fits).
 template <class Format, int kThreads, int kVectors>
 __global__ void __launch_bounds__(kThreads) topk_rows(const __grid_constant__ Args args) {
   using Bits = typename Format::Bits;
@@ -137,8 +224,9 @@ __global__ void __launch_bounds__(kThreads) topk_rows(const __grid_constant__ Ar
   constexpr int kWarps = kThreads / 32;
   constexpr bool kResident = kVectors > 0;
   constexpr int kHeld = kResident ? kVectors : 4;  // vectors in registers at a time
-  static_assert(sizeof(Shared<kThreads>) <= kTopkSharedBytes);
-  __shared__ Shared<kThreads> shared;
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  uint2* const list = reinterpret_cast<uint2*>(memory + kTopkFixedBytes);  // (key, column) of candidates
 
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const int rank = args.cluster == 1 ? 0 : blockIdx.x % args.cluster;
@@ -149,65 +237,80 @@ __global__ void __launch_bounds__(kThreads) topk_rows(const __grid_constant__ Ar
   const bool aligned = (reinterpret_cast<uintptr_t>(scores) & (sizeof(Vector) - 1)) == 0;
   const int length = length_of(args, row);
 
-  // Only as many blocks as the row needs take part; the others leave, and the barrier no longer counts them.
+  // Rows of one block are read up to the limit, so that the scores need not wait for the length. Others by their length:
+  // only as many blocks as the row needs take part; the others leave, and the barrier no longer counts them.
+  const int64_t readable = kResident && args.cluster == 1 ? args.limit : length;
   const int64_t least = int64_t{kThreads} * kTopkColumns * (kResident ? kVectors : 4);
-  const int blocks = static_cast<int>(min(int64_t{args.cluster}, max(int64_t{1}, (length + least - 1) / least)));
+  const int blocks = static_cast<int>(min(int64_t{args.cluster}, max(int64_t{1}, (readable + least - 1) / least)));
   if (rank >= blocks) return;
   const int64_t at_once = int64_t{blocks} * kThreads * kTopkColumns;
-  const int vectors = static_cast<int>((length + at_once - 1) / at_once);
+  const int vectors = static_cast<int>((readable + at_once - 1) / at_once);
   // A warp owns consecutive columns: prefix sums over warps are prefix sums over columns.
   const int64_t first = (int64_t{rank} * kWarps + warp) * vectors * kStep;
-  const int mine = static_cast<int>(max(int64_t{0}, min(int64_t{vectors} * kStep, length - first)));
+  const int mine = static_cast<int>(max(int64_t{0}, min(int64_t{vectors} * kStep, readable - first)));
   const Bits* source = scores + first + lane * kTopkColumns;
 
-  for (int i = thread; i < kTopkHistogramWords / 4; i += kThreads) reinterpret_cast<uint4*>(shared.histogram)[i] = uint4{0, 0, 0, 0};
+  float held[kHeld][kTopkColumns];  // NaN past the row's end
 
-  uint32_t keys[kHeld][kTopkColumns];
-
-  // Loads first, then arithmetic: all loads of a thread are in flight together.
+  // All loads of a thread are in flight together.
   const auto load = [&](int start) {
+    uint32_t raw[kHeld][kTopkColumns];
     if (aligned && start * kStep + kHeld * kStep <= mine) {
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) Format::split(__ldg(reinterpret_cast<const Vector*>(source + (start + i) * kStep)), keys[i]);
+      for (int i = 0; i < kHeld; ++i) Format::split(__ldg(reinterpret_cast<const Vector*>(source + (start + i) * kStep)), raw[i]);
     } else {
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
         const int offset = (start + i) * kStep, left = mine - offset - lane * kTopkColumns;
         if (aligned && left >= kTopkColumns) {
-          Format::split(__ldg(reinterpret_cast<const Vector*>(source + offset)), keys[i]);
+          Format::split(__ldg(reinterpret_cast<const Vector*>(source + offset)), raw[i]);
         } else {
 #pragma unroll
-          for (int j = 0; j < kTopkColumns; ++j) keys[i][j] = j < left ? Format::widen(__ldg(source + offset + j)) : kNaN;
+          for (int j = 0; j < kTopkColumns; ++j) raw[i][j] = j < left ? Format::widen(__ldg(source + offset + j)) : kNaN;
         }
       }
     }
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
 #pragma unroll
-      for (int j = 0; j < kTopkColumns; ++j) keys[i][j] = key_of(keys[i][j]);
+      for (int j = 0; j < kTopkColumns; ++j) held[i][j] = __uint_as_float(raw[i][j]);
     }
   };
-  // Calls use(vector, its keys) for all vectors of the warp, in column order.
+  // Calls use(vector, its scores) for all vectors of the warp, in column order.
   const auto each_vector = [&](const auto& use) {
     if constexpr (kResident) {
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
-        if (i < vectors) use(i, keys[i]);
+        if (i < vectors) use(i, held[i]);
       }
     } else {
       for (int start = 0; start < vectors; start += kHeld) {
         load(start);
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
-          if (start + i < vectors) use(start + i, keys[i]);
+          if (start + i < vectors) use(start + i, held[i]);
         }
       }
     }
   };
   if constexpr (kResident) load(0);
+  for (int i = thread; i < kTopkHistogramWords / 4; i += kThreads) reinterpret_cast<uint4*>(shared.histogram)[i] = uint4{0, 0, 0, 0};
+  if constexpr (kResident) {
+    if (length < readable) {
+      const int64_t left = length - first - lane * kTopkColumns;
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+#pragma unroll
+        for (int j = 0; j < kTopkColumns; ++j) {
+          if (i * kStep + j >= left) held[i][j] = __uint_as_float(kNaN);
+        }
+      }
+    }
+  }
 
-  int wanted = args.k, equal = 0;  // `equal` columns at the threshold are selected, the first ones
-  uint32_t threshold = 0;          // and every column above it
+  int32_t* const indices = args.indices + row * args.k;
+  Bits* const values = args.values == nullptr ? nullptr : static_cast<Bits*>(args.values) + row * args.k;
+  Search search{0, 0, args.k};
   bool waited = false;
   const auto wait_for_start = [&] {
     if (blocks > 1 && !waited) cluster_wait();
@@ -215,108 +318,147 @@ __global__ void __launch_bounds__(kThreads) topk_rows(const __grid_constant__ Ar
   };
 
   if (length > args.k) {
-    uint32_t largest = 0;
-    each_vector([&](int, const uint32_t(&key)[kTopkColumns]) { largest = max(largest, max(max(key[0], key[1]), max(key[2], key[3]))); });
-    const int groups = (args.k + blocks * kWarps - 1) / (blocks * kWarps);  // that a warp must contribute
-    uint32_t group = largest;
-    int lanes = 1;
-    for (; 2 * lanes * groups <= 32; lanes *= 2) group = max(group, __shfl_xor_sync(kAll, group, lanes));
-    const uint32_t warp_low = groups <= 32 ? __reduce_min_sync(kAll, group) : 0, warp_high = __reduce_max_sync(kAll, largest);
+    float top = __uint_as_float(kNaN);
+    each_vector([&](int, const float(&score)[kTopkColumns]) { top = fmaxf(top, fmaxf(fmaxf(score[0], score[1]), fmaxf(score[2], score[3]))); });
+    const uint32_t largest = key_of(top);
+    // Each warp whose columns are all in the row contributes `need` keys; the smallest contribution bounds the row's
+    // k-th largest key from below.
+    const int full = static_cast<int>(min(int64_t{blocks} * kWarps, int64_t{length} / (max(vectors, 1) * kStep)));
+    const int need = full == 0 ? 33 : (args.k + full - 1) / full;
+    uint32_t warp_low = 0;
+    const uint32_t warp_high = __reduce_max_sync(kAll, largest);
+    if (need <= 8) {
+      uint32_t rest = largest;
+      warp_low = warp_high;
+      for (int i = 1; i < need; ++i) {
+        if (lane == __ffs(__ballot_sync(kAll, rest == warp_low)) - 1) rest = 0;
+        warp_low = __reduce_max_sync(kAll, rest);
+      }
+    } else if (need <= 32) {
+      uint32_t group = largest;
+      for (int lanes = 1; 2 * lanes * need <= 32; lanes *= 2) group = max(group, __shfl_xor_sync(kAll, group, lanes));
+      warp_low = __reduce_min_sync(kAll, group);
+    }
+    if (need <= 32 && rank * kWarps + warp >= full) warp_low = kAll;
     if (lane == 0) shared.warp_low[warp] = warp_low, shared.warp_high[warp] = warp_high;
     __syncthreads();
-    uint32_t low = __reduce_min_sync(kAll, lane < kWarps ? shared.warp_low[lane] : kAll);
-    uint32_t high = __reduce_max_sync(kAll, lane < kWarps ? shared.warp_high[lane] : 0);
+    search.low = __reduce_min_sync(kAll, lane < kWarps ? shared.warp_low[lane] : kAll);
+    search.high = __reduce_max_sync(kAll, lane < kWarps ? shared.warp_high[lane] : 0);
     if (blocks > 1) {
       wait_for_start();
-      if (warp == 0 && lane < blocks) store_at(&shared.low[rank], lane, low), store_at(&shared.high[rank], lane, high);
+      if (warp == 0 && lane < blocks) store_at(&shared.low[rank], lane, search.low), store_at(&shared.high[rank], lane, search.high);
       cluster_arrive();
       cluster_wait();
-      low = __reduce_min_sync(kAll, lane < blocks ? shared.low[lane] : kAll);
-      high = __reduce_max_sync(kAll, lane < blocks ? shared.high[lane] : 0);
+      search.low = __reduce_min_sync(kAll, lane < blocks ? shared.low[lane] : kAll);
+      search.high = __reduce_max_sync(kAll, lane < blocks ? shared.high[lane] : 0);
     }
 
-    const int bins = 1 << args.bin_bits, share = max(1, bins / kThreads);  // bins that a thread adds up
-    for (int pass = 0;; ++pass) {
-      if (high == low) {
-        threshold = low;
-        equal = low == 0 ? 0 : wanted;
-        break;
-      }
-      const uint32_t range = high - low;
-      const int shift = max(0, 32 - __clz(range) - args.bin_bits);
-      uint32_t* histogram = shared.histogram + (pass << args.bin_bits);
-      each_vector([&](int, const uint32_t(&key)[kTopkColumns]) {
+    int candidates = -1;
+    if ((kHeld > 1 || args.cluster > 1) && search.low > 0 && search.low < search.high) {
+      // Columns above the bound are listed in column order in the shared memory of the first block, which goes on alone.
+      // Fewer than k: the bound is the k-th largest key. Too many for the list: the search goes on in registers.
+      const float bound = score_of(search.low);
+      int count = 0;
+      each_vector([&](int, const float(&score)[kTopkColumns]) {
 #pragma unroll
-        for (int j = 0; j < kTopkColumns; ++j) {
-          const uint32_t distance = high - key[j], bin = distance >> shift;
-          const bool inside = distance <= range;
-          const unsigned active = __ballot_sync(kAll, inside);
-          if (active == 0) continue;
-          // Increments of one counter queue up. Lanes that agree with the first one are counted by it, so that a sea of
-          // equal scores costs as little as scattered ones.
-          const uint32_t leading = __shfl_sync(kAll, bin, __ffs(active) - 1);
-          const unsigned same = __ballot_sync(kAll, inside && bin == leading);
-          if (inside && (bin != leading || lane == __ffs(active) - 1)) atomicAdd(&histogram[bin], bin == leading ? __popc(same) : 1);
-        }
+        for (int j = 0; j < kTopkColumns; ++j) count += score[j] > bound;
       });
-      if (blocks == 1) {
-        __syncthreads();
-      } else {
+      const int warp_count = __reduce_add_sync(kAll, count);
+      if (lane == 0) shared.warp_above[warp] = warp_count;
+      __syncthreads();
+      const int warps = lane < kWarps ? shared.warp_above[lane] : 0;
+      candidates = __reduce_add_sync(kAll, warps);
+      int place = __reduce_add_sync(kAll, lane < warp ? warps : 0);
+      if (blocks > 1) {
+        if (warp == 0 && lane < blocks) store_at(&shared.listed[rank], lane, candidates);
         cluster_arrive();
         cluster_wait();
+        const int others = lane < blocks ? shared.listed[lane] : 0;
+        candidates = __reduce_add_sync(kAll, others);
+        place += __reduce_add_sync(kAll, lane < rank ? others : 0);
       }
-      uint32_t counts[4] = {0, 0, 0, 0};
-      if (thread * share < bins) {
+      if (candidates >= args.k && candidates <= args.listed) {
+        if (warp_count > 0) {
+          each_vector([&](int i, const float(&score)[kTopkColumns]) {
+            int some = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (i >= share) break;
-          if (blocks == 1) {
-            counts[i] = histogram[thread * share + i];
-          } else {
-#pragma unroll 8
-            for (int other = 0; other < blocks; ++other) counts[i] += load_at(&histogram[thread * share + i], other);
+            for (int j = 0; j < kTopkColumns; ++j) some += score[j] > bound;
+            if (!__any_sync(kAll, some)) return;
+            const int through = scan(some, lane);
+            int at = place + through - some;
+            place += __shfl_sync(kAll, through, 31);
+#pragma unroll
+            for (int j = 0; j < kTopkColumns; ++j) {
+              if (score[j] > bound) {
+                const uint32_t key = key_of(score[j]), column = static_cast<uint32_t>(first + i * kStep + lane * kTopkColumns + j);
+                if (blocks == 1) {
+                  list[at] = uint2{key, column};
+                } else {
+                  store_at(&list[at].x, 0, key), store_at(&list[at].y, 0, column);
+                }
+                ++at;
+              }
+            }
+          });
+        }
+        if (blocks == 1) {
+          __syncthreads();
+        } else {
+          cluster_arrive();
+          if (rank > 0) return;
+          cluster_wait();
+        }
+        search.low += 1;
+        narrow<kThreads>(shared, search, 11, 1, [&](const auto& use) {
+          for (int i = thread; i - lane < candidates; i += kThreads) use(i < candidates ? list[i].x : 0u);
+        });
+        // In list order, which is column order.
+        const int share = (candidates + kThreads - 1) / kThreads, begin = min(thread * share, candidates), end = min(begin + share, candidates);
+        int counts = 0;
+        for (int i = begin; i < end; ++i) counts += list[i].x > search.threshold ? 1 : search.equal > 0 && list[i].x == search.threshold ? 1 << 16 : 0;
+        int before = scan(counts, lane);
+        if (lane == 31) shared.warp_above[warp] = before;
+        __syncthreads();
+        before += __reduce_add_sync(kAll, lane < warp ? shared.warp_above[lane] : 0) - counts;
+        int larger = before & 0xffff, same = before >> 16;
+        for (int i = begin; i < end; ++i) {
+          const bool is_larger = list[i].x > search.threshold, is_same = search.equal > 0 && list[i].x == search.threshold;
+          if (is_larger || (is_same && same < search.equal)) {
+            const int at = larger + min(same, search.equal);
+            indices[at] = static_cast<int32_t>(list[i].y);
+            if (values != nullptr) values[at] = __ldg(scores + list[i].y);
           }
+          larger += is_larger, same += is_same;
         }
+        return;
       }
-      const uint32_t sum = counts[0] + counts[1] + counts[2] + counts[3];
-      uint32_t before = sum;
+    }
+    if (candidates >= 0 && candidates < args.k) {
+      search.threshold = search.low, search.equal = args.k - candidates;
+    } else {
+      narrow<kThreads>(shared, search, args.bin_bits, blocks, [&](const auto& use) {
+        each_vector([&](int, const float(&score)[kTopkColumns]) {
 #pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const uint32_t other = __shfl_up_sync(kAll, before, offset);
-        if (lane >= offset) before += other;
-      }
-      if (lane == 31) shared.warp_total[warp] = before;
-      __syncthreads();
-      before += __reduce_add_sync(kAll, lane < warp ? shared.warp_total[lane] : 0u) - sum;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (before < static_cast<uint32_t>(wanted) && static_cast<uint32_t>(wanted) <= before + counts[i]) {
-          shared.bin = thread * share + i, shared.before = static_cast<int>(before), shared.count = static_cast<int>(counts[i]);
-        }
-        before += counts[i];
-      }
-      __syncthreads();  // the next writes of bin, before and count come after two more barriers
-      wanted -= shared.before;
-      const int count = shared.count;
-      high -= static_cast<uint32_t>(shared.bin) << shift;
-      const uint32_t span = (1u << shift) - 1;
-      low = high - low > span ? high - span : low;
-      if (wanted == count) {  // all of this part, and nothing below it
-        threshold = low == 0 ? 0 : low - 1;
-        break;
-      }
+          for (int j = 0; j < kTopkColumns; ++j) use(key_of(score[j]));
+        });
+      });
     }
   }
 
+  const uint32_t threshold = search.threshold;
+  const int equal = search.equal;
   int above = 0, at = 0;
-  each_vector([&](int, const uint32_t(&key)[kTopkColumns]) {
+  each_vector([&](int, const float(&score)[kTopkColumns]) {
 #pragma unroll
-    for (int j = 0; j < kTopkColumns; ++j) above += key[j] > threshold, at += key[j] == threshold;
+    for (int j = 0; j < kTopkColumns; ++j) {
+      const uint32_t key = key_of(score[j]);
+      above += key > threshold, at += key == threshold;
+    }
   });
   above = __reduce_add_sync(kAll, above), at = equal > 0 ? __reduce_add_sync(kAll, at) : 0;
-  if (lane == 0) shared.warp_above[warp] = above, shared.warp_equal[warp] = at;
+  if (lane == 0) shared.warp_selected[warp] = above, shared.warp_equal[warp] = at;
   __syncthreads();
-  const int warps_above = lane < kWarps ? shared.warp_above[lane] : 0, warps_equal = lane < kWarps ? shared.warp_equal[lane] : 0;
+  const int warps_above = lane < kWarps ? shared.warp_selected[lane] : 0, warps_equal = lane < kWarps ? shared.warp_equal[lane] : 0;
   int total_above = __reduce_add_sync(kAll, warps_above), total_equal = __reduce_add_sync(kAll, warps_equal);
   int above_before = __reduce_add_sync(kAll, lane < warp ? warps_above : 0), equal_before = __reduce_add_sync(kAll, lane < warp ? warps_equal : 0);
   if (blocks > 1) {
@@ -329,26 +471,21 @@ __global__ void __launch_bounds__(kThreads) topk_rows(const __grid_constant__ Ar
     above_before += __reduce_add_sync(kAll, lane < rank ? blocks_above : 0), equal_before += __reduce_add_sync(kAll, lane < rank ? blocks_equal : 0);
   }
 
-  int32_t* indices = args.indices + row * args.k;
-  Bits* values = args.values == nullptr ? nullptr : static_cast<Bits*>(args.values) + row * args.k;
   if (above > 0 || (at > 0 && equal_before < equal)) {
-    each_vector([&](int i, const uint32_t(&key)[kTopkColumns]) {
+    each_vector([&](int i, const float(&score)[kTopkColumns]) {
+      uint32_t key[kTopkColumns];
       int counts = 0;
 #pragma unroll
-      for (int j = 0; j < kTopkColumns; ++j) counts += key[j] > threshold ? 1 : equal > 0 && key[j] == threshold ? 1 << 16 : 0;
-      if (!__any_sync(kAll, counts != 0)) return;
-      int before = counts;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const int other = __shfl_up_sync(kAll, before, offset);
-        if (lane >= offset) before += other;
+      for (int j = 0; j < kTopkColumns; ++j) {
+        key[j] = key_of(score[j]);
+        counts += key[j] > threshold ? 1 : equal_before < equal && key[j] == threshold ? 1 << 16 : 0;
       }
-      const int all = __shfl_sync(kAll, before, 31);
-      before -= counts;
+      if (!__any_sync(kAll, counts != 0)) return;
+      const int through = scan(counts, lane), all = __shfl_sync(kAll, through, 31), before = through - counts;
       int larger = above_before + (before & 0xffff), same = equal_before + (before >> 16);
 #pragma unroll
       for (int j = 0; j < kTopkColumns; ++j) {
-        const bool is_larger = key[j] > threshold, is_same = equal > 0 && key[j] == threshold;
+        const bool is_larger = key[j] > threshold, is_same = key[j] == threshold;
         if (is_larger || (is_same && same < equal)) {
           const int place = larger + min(same, equal), offset = i * kStep + j;
           indices[place] = static_cast<int32_t>(first + lane * kTopkColumns + offset);
@@ -393,7 +530,11 @@ void launch(const Args& args, int64_t rows, cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(rows * args.cluster));
   config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kTopkFixedBytes + 8 * args.listed;
   config.stream = stream;
+  if (config.dynamicSmemBytes > 48 * 1024) {
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(config.dynamicSmemBytes)));
+  }
   cudaLaunchAttribute attribute = {};
   if (args.cluster > 1) {
     if (args.cluster > 8) STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
@@ -438,7 +579,7 @@ void run(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k,
   if (lengths.dim() == 2 && args.lengths.outer_stride == args.lengths.inner * args.lengths.inner_stride) args.lengths.outer_stride = 0;  // as one row
   args.indices = static_cast<int32_t*>(indices.mutable_data_ptr());
   args.values = values == nullptr ? nullptr : values->mutable_data_ptr();
-  args.limit = static_cast<int>(limit), args.k = static_cast<int>(k), args.cluster = plan.cluster, args.bin_bits = plan.bin_bits;
+  args.limit = static_cast<int>(limit), args.k = static_cast<int>(k), args.cluster = plan.cluster, args.bin_bits = plan.bin_bits, args.listed = plan.listed;
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &stream));
   if (logits.scalar_type() == ScalarType::Float) {

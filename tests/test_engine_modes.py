@@ -166,3 +166,13 @@ def test_checkpoint_that_does_not_fit_its_config_is_refused(fault: str, checkpoi
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ArgumentError, match=words):
         Engine(tmp_path)
+
+
+def test_any_number_of_compiled_engines_fits_into_a_process(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo's limit of graphs a function, meant for one that recompiles without end, does not count engines."""
+    compile_ = torch.compile
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager", **options))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for kv_dtype in ("float32", "bfloat16"):
+            Engine(checkpoint, EngineConfig(compile=True, capture_sizes=(2,), kv_dtype=kv_dtype, max_num_seqs=2))

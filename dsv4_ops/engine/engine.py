@@ -31,6 +31,9 @@ from .target import Target, TargetOutput, geometry_of, load_model, target_groups
 
 __all__ = ["Engine", "EngineStats", "ProposeInputs", "Proposer"]
 
+_MAX_GRAPHS = 256
+"""Dynamo's own limit for all graphs of one function in a process (``accumulated_recompile_limit``)."""
+
 
 class ProposeInputs(NamedTuple):
     """What a proposer may read after a step was sampled. Batch rows are those of the step, padding included."""
@@ -177,8 +180,11 @@ class Engine:
     @torch.no_grad()
     def warm_up(self) -> None:
         """Run a step of padding at every capture size: whatever is compiled or allocated once is so before the first request."""
-        for tokens in self.config.step_sizes:
-            self._run(dummy_step(self.config, tokens), dummy_sample(self.config))
+        # Dynamo counts the graphs of all engines of a process together, and its limit (8) is that of a few. Nothing else compiles them.
+        limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
+        with torch._dynamo.config.patch(recompile_limit=limit):
+            for tokens in self.config.step_sizes:
+                self._run(dummy_step(self.config, tokens), dummy_sample(self.config))
 
     def _run(self, host_step: StepInputs, host_sample: SampleInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[list[int]]]:
         """Target, sampling and drafting for one step: logits, new tokens, their number, and draft tokens, by batch row."""

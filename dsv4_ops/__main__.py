@@ -26,21 +26,28 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m dsv4_ops", description="DeepSeek-V4 sparse MLA decode: ops, passes and a small engine.", epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     top.add_argument("--version", action="version", version=f"dsv4_ops {__version__}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
     cli.add_commands(commands, EXIT_CODES)
 
     doctor = commands.add_parser("doctor", help="what each op runs on here, what is missing, how to get it", description="What each op runs on here, what is missing and how to get it.")
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     doctor.add_argument("--selftest", action="store_true", help="run every op's samples against its reference on the devices here; exit code 1 when one differs")
 
+    doctor.add_argument("--verbose", action="store_true", help="also PyTorch's own report of the machine (--json always has it)")
+
     ops = commands.add_parser("ops", help="table of the ops", description="The ops: schema, back ends, whether a CUDA graph may hold them.")
+    ops.add_argument("name", nargs="?", metavar="NAME", help="all about one op: its arguments, how to call it, an example that runs")
     ops.add_argument("--markdown", action="store_true", help="as the Markdown table of README")
     ops.add_argument("--write", metavar="PAGE", help="put the Markdown table between the ops:begin and ops:end markers of PAGE")
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    top = parser()
+    options = top.parse_args(arguments)
+    if options.command is None:
+        top.print_help(sys.stderr)
+        return 2
     try:
         return _run(options)
     except BrokenPipeError:
@@ -53,11 +60,17 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "doctor":
         from . import doctor
 
-        return doctor.main(options.json, options.selftest)
+        return doctor.main(options.json, options.selftest, options.verbose)
     if options.command == "ops":
         from . import doctor
 
-        if options.write:
+        if options.name is not None:
+            try:
+                sys.stdout.write(doctor.op_text(options.name))
+            except ValueError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+        elif options.write:
             try:
                 changed = doctor.write_ops_table(options.write)
             except (OSError, ValueError) as error:

@@ -9,6 +9,7 @@ Back ends: *torch* is vectorized PyTorch (any device), *c++* a compiled kernel, 
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import importlib.util
 import platform
@@ -25,10 +26,11 @@ from . import _registry, capability, envs, testing
 from ._registry import Op, Sample
 from ._version import __version__
 
-__all__ = ["Outcome", "ops_markdown", "ops_table", "ops_text", "render", "report", "selftest", "write_ops_table"]
+__all__ = ["Outcome", "op_text", "ops_markdown", "ops_table", "ops_text", "render", "report", "selftest", "write_ops_table"]
 
 DEVICES = ("cpu", "cuda")
 PROJECTS = ("torch", "triton", "flashinfer-python", "flashinfer-jit-cache", "transformers", "safetensors", "numpy")
+REINSTALL = "pip install --force-reinstall --no-deps . (in the source folder)"
 BEGIN, END = "<!-- ops:begin -->", "<!-- ops:end -->"
 
 
@@ -99,6 +101,53 @@ def replaced_ops_table(text: str, name: str = "the page") -> str:
     return f"{head}{BEGIN}\n{ops_markdown()}{END}{rest.split(END)[1]}"
 
 
+def op_text(name: str) -> str:
+    """All about one op: its file's docstring with the argument table, schema, both ways to call it, one call that runs.
+
+    Raises ValueError, naming near matches, when there is no such op.
+    """
+    known = {op.name: op for op in _registry.ops()}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or sorted(n for n in known if name and name in n)
+        raise ValueError(f"there is no op {name!r}." + (f" Near: {', '.join(near)}." if near else " `python -m dsv4_ops ops` lists all."))
+    op = known[name]
+    doc = (sys.modules[f"{__package__}.{op.family}"].__doc__ or "").strip()
+    public = f"dsv4_ops.{op.name}(...)" if hasattr(sys.modules[str(__package__)], op.name) else ""
+    calls = [*filter(None, [public]), f"torch.ops.dsv4_ops.{op.name}(...)"]
+    if op.out_names:
+        calls.append(f"torch.ops.dsv4_ops.{op.name}.out(..., {', '.join(f'{o}=buffer' for o in op.out_names)})   # writes your buffers, returns nothing")
+    safe = "yes" if op.graph_safe else f"no: {op.graph_note}"
+    return f"{doc}\n\nschema      {op.schema}\nfile        dsv4_ops/{op.family}.py\nCUDA graph  {safe}\n\ncalls\n" + "".join(f"  {c}\n" for c in calls) + f"\nexample (values are placeholders, shapes are right)\n{op_example(op)}"
+
+
+def op_example(op: Op) -> str:
+    """A script that calls the op once, on tensors of the shapes and dtypes of its typical call."""
+    sample = op.sized("cpu", 4)
+    names = [a.name for a in op.overload._schema.arguments]
+    given = {**dict(zip(names, sample.args, strict=False)), **sample.kwargs}
+    keyword = {a.name for a in op.overload._schema.arguments if a.kwarg_only}
+    lines = ["import torch", "import dsv4_ops"]
+    for name, value in given.items():
+        lines.append(f"{name} = {_literal(value)}")
+    arguments = ", ".join(f"{name}={name}" if name in keyword else name for name in given)
+    lines.append(f"result = torch.ops.dsv4_ops.{op.name}({arguments})")
+    return "".join(f"  {line}\n" for line in lines)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    if value.dtype == torch.bool:
+        return f"torch.ones({list(value.shape)}, dtype=torch.bool)"
+    if value.dtype.is_floating_point:
+        return f"torch.randn({list(value.shape)}).to({value.dtype})"
+    if value.numel() <= 16 and value.dtype != torch.uint8:
+        return f"torch.tensor({value.tolist()}, dtype={value.dtype})"
+    return f"torch.zeros({list(value.shape)}, dtype={value.dtype})"
+
+
 # What is there.
 
 
@@ -109,6 +158,7 @@ def report(system: bool = True) -> dict[str, Any]:
         "versions": {"dsv4_ops": __version__, "python": platform.python_version(), **{name: _version(name) for name in PROJECTS}},
         "gpus": gpus,
         "no_gpu": no_gpu,
+        "no_gpu_fix": _no_gpu_fix() if no_gpu else "",
         "compiled": {"loaded": list(_registry.loaded), "skipped": dict(_registry.skipped)},
         "ops": [_op_row(op, bool(gpus)) for op in _registry.ops()],
         "flashinfer": _flashinfer(gpus),
@@ -143,13 +193,34 @@ def _why_missing(backend: str, device: str) -> tuple[str, str]:
         return "triton is not installed", "pip install triton"
     part = "_C" if device == "cpu" else "_C_cuda"
     reason = _registry.skipped.get(part, "it was built from other sources and lacks this op")
-    if envs.disable_c():
-        fix = "unset DSV4_OPS_DISABLE_C"
-    elif device == "cuda" and torch.version.cuda is None:
-        fix = "install a CUDA build of torch, then this package again"
-    else:
-        fix = f"install a {'C++ compiler' if device == 'cpu' else 'CUDA toolkit (nvcc)'}, then this package again (pip install .)"
-    return f"{part}: {reason}", fix
+    return f"{part}: {reason}", _fix(reason, device)
+
+
+def _fix(reason: str, device: str) -> str:
+    """What to do about a compiled part that is missing for this reason. The reasons are those of setup.py and _registry.py."""
+    fixes = {
+        "DSV4_OPS_DISABLE_C": "unset DSV4_OPS_DISABLE_C",
+        "DSV4_OPS_BUILD=none": f"unset DSV4_OPS_BUILD, then {REINSTALL}",
+        "DSV4_OPS_CUDA=0": f"unset DSV4_OPS_CUDA, then {REINSTALL}",
+        # What this runs with was not there when the package was built: `pip install .` builds before it installs what is needed.
+        "headers was not found": f"torch {torch.__version__} is installed now: {REINSTALL}",
+        "is too old": f"install torch 2.11 or later, then {REINSTALL}",
+        "is a CPU build": f"install a CUDA build of torch, then {REINSTALL}",
+        "the build failed": f"see the compiler's output: DSV4_OPS_BUILD=require {REINSTALL.replace(' . ', ' -v . ')}" + (" (it needs a C++ compiler, g++ or clang++)" if device == "cpu" else ""),
+        "CUDA toolkit": f"install a CUDA toolkit (nvcc) or set CUDA_HOME to one, then {REINSTALL}",
+        "source folder": "pip install -e . in that folder",
+        "does not load": REINSTALL,
+        "install again": REINSTALL,
+        "other sources": REINSTALL,
+    }
+    known = (fix for words, fix in fixes.items() if words in reason)
+    return next(known, f"install a {'C++ compiler' if device == 'cpu' else 'CUDA toolkit (nvcc)'}, then {REINSTALL}")
+
+
+def _no_gpu_fix() -> str:
+    if torch.version.cuda is None:
+        return f"nothing, where only the CPU is wanted; else install a CUDA build of torch (https://pytorch.org/get-started), then {REINSTALL}"
+    return "nothing, where only the CPU is wanted; else check that nvidia-smi lists a GPU, that its driver is new enough for this torch, and CUDA_VISIBLE_DEVICES"
 
 
 def _gpus() -> tuple[list[dict[str, Any]], str]:
@@ -209,7 +280,7 @@ def render(facts: dict[str, Any]) -> str:
     for (device, backend, reason, fix), names in grouped.items():
         lines += [f"  {backend} on {device} for {', '.join(names)}", f"    why: {reason}", f"    fix: {fix}"]
     if facts["no_gpu"]:
-        lines += [f"  everything on cuda\n    why: {facts['no_gpu']}"]
+        lines += [f"  everything on cuda\n    why: {facts['no_gpu']}", f"    fix: {facts['no_gpu_fix']}"]
     for device in DEVICES[1:] if facts["gpus"] else ():
         bare = [r["op"] for r in facts["ops"] if r["backends"][device]["declared"] == ["torch"]]
         lines += [f"  on {device}, this version has no kernel, only PyTorch, for {', '.join(bare)}"] if bare else []
@@ -225,7 +296,17 @@ def render(facts: dict[str, Any]) -> str:
     lines += ["", "environment", _grid(("variable", "value", "meaning"), [(v["name"], v["value"], v["meaning"]) for v in facts["environment"]])]
     if "system" in facts:
         lines += ["", "torch.utils.collect_env", facts["system"]["text"].strip()]
+    lines += ["", verdict(facts)]
     return "\n".join(lines) + "\n"
+
+
+def verdict(facts: dict[str, Any]) -> str:
+    """One line: whether every op runs here, and at what speed."""
+    devices = [d for d in DEVICES if d == "cpu" or facts["gpus"]]
+    count = len(facts["ops"])
+    slow = {d: sum(bool(r["backends"][d]["gaps"]) for r in facts["ops"]) for d in devices}
+    parts = [f"{d} all by the fastest back end there is" if not slow[d] else f"{d} {slow[d]} by a slower back end (see missing back ends)" for d in devices]
+    return f"verdict: all {count} ops run on {' and '.join(devices)}: {'; '.join(parts)}" + ("" if facts["gpus"] else "; no GPU")
 
 
 def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -314,11 +395,11 @@ def outcomes_as_data(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [asdict(o) | {"ok": o.ok} for o in outcomes]
 
 
-def main(as_json: bool, run_selftest: bool) -> int:
+def main(as_json: bool, run_selftest: bool, verbose: bool = False) -> int:
     """The ``doctor`` command. Returns 1 when the self-test found a wrong result, else 0."""
     import json
 
-    facts = report()
+    facts = report(system=as_json or verbose)
     if not as_json:
         sys.stdout.write(render(facts))
     outcomes: list[Outcome] = []

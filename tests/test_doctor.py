@@ -202,6 +202,75 @@ def test_selftest_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["doctor"]) == 0
 
 
+REASONS = [
+    ("cpu", "not built: torch with its C++ headers was not found; install torch>=2.11 first", "is installed now: pip install --force-reinstall --no-deps ."),
+    ("cpu", "not built: built with DSV4_OPS_BUILD=none", "unset DSV4_OPS_BUILD"),
+    ("cpu", "not built: the build failed (g++ failed); DSV4_OPS_BUILD=require shows all of its output", "C++ compiler"),
+    ("cpu", "not built: torch 2.9.0 is too old, 2.11 is the oldest that the compiled parts run with", "install torch 2.11"),
+    ("cpu", "not built: this is a source folder that was not installed", "pip install -e ."),
+    ("cpu", "built, but the library is gone: install again", "--force-reinstall"),
+    ("cuda", "not built: built with DSV4_OPS_CUDA=0", "unset DSV4_OPS_CUDA,"),
+    ("cuda", "torch 2.13.0+cpu is a CPU build", "CUDA build of torch"),
+    ("cuda", "not built: no CUDA toolkit was found (bin/nvcc beside include/cuda_runtime.h); set CUDA_HOME", "set CUDA_HOME"),
+]
+
+
+@pytest.mark.parametrize(("device", "reason", "words"), REASONS)
+def test_fix_follows_from_the_reason(device: str, reason: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_registry, "skipped", {"_C": reason, "_C_cuda": reason})
+    why, fix = doctor._why_missing("c++", device)
+    assert reason in why and words in fix
+    assert ("C++ compiler" in fix) == ("the build failed" in reason)
+
+
+def test_reasons_of_the_build_are_known_to_doctor() -> None:
+    """A reason that is reworded in setup.py must not lose its fix."""
+    setup = Path(__file__).parents[1] / "setup.py"
+    text = setup.read_text()
+    assert all(words in text for words in ("headers was not found", "DSV4_OPS_BUILD=none", "DSV4_OPS_CUDA=0", "is too old", "the build failed", "CUDA toolkit"))
+
+
+def test_report_is_short_and_ends_with_a_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "_system", lambda: {"text": "of PyTorch"})
+    monkeypatch.setattr(doctor, "_gpus", lambda: ([], "there is none"))
+    assert main(["doctor"]) == 0
+    short = capsys.readouterr().out
+    assert "of PyTorch" not in short and short.splitlines()[-1].startswith(f"verdict: all {len(OPS)} ops run on cpu: ")
+    why = short.splitlines().index("    why: there is none")
+    assert short.splitlines()[why + 1].startswith("    fix: ")
+    assert main(["doctor", "--verbose"]) == 0
+    assert "torch.utils.collect_env\nof PyTorch" in capsys.readouterr().out
+
+
+def test_one_op_is_shown_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops", "topk"]) == 0
+    out = capsys.readouterr().out
+    assert "logits              float32/bf16  [rows, width]" in out and OPS["topk"].schema in out
+    assert "torch.ops.dsv4_ops.topk.out(..., out=buffer)" in out
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_example_of_an_op_runs(name: str) -> None:
+    script = "".join(line.removeprefix("  ") + "\n" for line in doctor.op_example(OPS[name]).splitlines())
+    space: dict[str, Any] = {}
+    exec(compile(script, name, "exec"), space)
+    results = testing.outputs(space["result"])
+    sample = OPS[name].sized("cpu", 4)
+    assert [r.shape for r in results] == [r.shape for r in testing.outputs(OPS[name](*sample.args, **sample.kwargs))]
+
+
+@pytest.mark.parametrize(("name", "words"), [("topkk", "Near: topk"), ("mla", "sparse_mla_decode"), ("qqqq", "lists all")])
+def test_unknown_op_has_near_matches(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops", name]) == 2
+    err = capsys.readouterr().err
+    assert f"no op '{name}'" in err and words in err and err.count("\n") == 1
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "make-tiny" in capsys.readouterr().err
+
+
 def test_commands_need_neither_transformers_nor_a_gpu_library() -> None:
     script = (
         "import sys\n"
@@ -224,7 +293,7 @@ def test_reader_that_goes_away_is_no_traceback() -> None:
     assert process.wait() != 0
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["doctor", "--nothing"]])
+@pytest.mark.parametrize("arguments", [["nothing"], ["doctor", "--nothing"]])
 def test_wrong_command_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)

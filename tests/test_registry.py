@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -62,6 +65,13 @@ def test_mutating_ops_return_nothing_and_others_return_fresh_tensors() -> None:
             writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
             assert not (writes and schema.returns), f"{schema} returns although it mutates"
             assert all(r.alias_info is None for r in schema.returns), f"{schema} returns an alias"
+
+
+def test_every_file_that_defines_an_op_is_imported() -> None:
+    """One that is not would have no tests: nothing else knows of it."""
+    folder = Path(dsv4_ops.__file__).parent
+    files = {path.stem for path in folder.glob("*.py") if re.search(r"^\w+ = _registry\.define\(", path.read_text(), re.M)}
+    assert len(files) > 5 and files == {op.family for op in testing.ops()}
 
 
 def test_public_names_exist() -> None:

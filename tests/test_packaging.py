@@ -96,7 +96,8 @@ def test_compiled_part_uses_only_the_stable_interface(site: Path) -> None:
     assert "aoti_torch_" in undefined
     assert not [line for line in undefined.splitlines() if re.search(r"\b(at|c10|torch)::", line)]
     defined = run("nm", "-DC", "--defined-only", library, cwd=site).stdout
-    assert [line.split()[-1] for line in defined.splitlines() if " T " in line] == ["PyInit__C"]
+    # The launch plan of the CUDA top-k is plain arithmetic; tests call it where there is no GPU.
+    assert [line.split()[-1] for line in defined.splitlines() if " T " in line] == ["PyInit__C", "dsv4_ops_topk_plan"]
 
 
 @needs_compiler

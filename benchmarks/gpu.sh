@@ -7,7 +7,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHON="${PYTHON:-python3}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export CC="${CC:-/usr/bin/gcc}" CXX="${CXX:-/usr/bin/g++}"
+# The system's compilers, whatever the environment names: one that links libstdc++ statically makes every C++ exception a crash.
+export CC=/usr/bin/gcc CXX=/usr/bin/g++
 "$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device: this script measures a GPU"'
 
 DSV4_OPS_BUILD=require "$PYTHON" setup.py -q build_ext --inplace

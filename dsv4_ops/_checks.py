@@ -17,6 +17,7 @@ from .errors import (
     ArgumentError,
     ArgumentShapeError,
 )
+from .workspace import AMBIENT, MAX_LANES
 
 FLOATS = (torch.float32, torch.bfloat16)
 INDEX = (torch.int32, torch.int64)
@@ -79,6 +80,11 @@ def integer(where: str, name: str, value: int, low: int, high: int | None = None
     if value < low or (high is not None and value > high):
         expected = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ArgumentError(where, name, expected, value, fix)
+
+
+def lane(where: str, value: int) -> None:
+    """``value`` is a workspace lane, or -1 for the ambient one."""
+    integer(where, "lane", value, AMBIENT, MAX_LANES - 1, "Leave it at -1 and enter use_workspace_lane, or pass the lane of the region.")
 
 
 def one_of(where: str, name: str, value: object, allowed: Sequence[object]) -> None:

@@ -77,7 +77,7 @@ def rejection_sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Emitted tokens int64 ``[R, 1+K]`` (then -1) and their number int32 ``[R]``, distributed as plain decoding.
 
-    Raises ArgumentError (negative lane below -1), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    Raises ArgumentError (``lane`` out of range), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
     """
     return REJECTION_SAMPLE(target_logits, draft_token_ids, draft_logits, temperature, seeds, idx_mapping, positions, greedy_draft, lane=lane)  # type: ignore[no-any-return]
 
@@ -103,7 +103,7 @@ def _check(
     _checks.shape(where, "idx_mapping", idx_mapping, (requests,), "[R]")
     _checks.tensor(where, "positions", positions, _checks.INT64, (1, 2))
     _checks.shape(where, "positions", positions, (requests, 1 + drafts)[: positions.dim()], "[R] or [R, 1+K]")
-    _checks.integer(where, "lane", lane, -1)
+    _checks.lane(where, lane)
     _checks.same_device(
         where, target_logits=target_logits, draft_token_ids=draft_token_ids, draft_logits=draft_logits, temperature=temperature, seeds=seeds,
         idx_mapping=idx_mapping, positions=positions,
@@ -267,7 +267,8 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     yield BadInput("mapping by token", (target, draft, None, temperature, seeds, mapping.repeat(3), positions), ArgumentShapeError, "idx_mapping must be of shape [R]")
     yield BadInput("int32 positions", (target, draft, None, temperature, seeds, mapping, positions.int()), ArgumentDtypeError, "positions must be int64")
     yield BadInput("positions of drafts only", (target, draft, None, temperature, seeds, mapping, positions[:, None].repeat(1, 2)), ArgumentShapeError, "[R] or [R, 1+K]")
-    yield BadInput("lane -2", (target, draft, None, *rest), ArgumentError, "lane must be at least -1", {"lane": -2})
+    yield BadInput("lane -2", (target, draft, None, *rest), ArgumentError, "lane must be between -1 and 15, got -2", {"lane": -2})
+    yield BadInput("lane 99", (target, draft, None, *rest), ArgumentError, "lane must be between -1 and 15, got 99", {"lane": 99})
 
 
 REJECTION_SAMPLE.implement(

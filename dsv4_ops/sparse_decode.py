@@ -129,7 +129,7 @@ def _check(
         where, q=q, swa_cache=swa_cache, swa_indices=swa_indices, swa_lens=swa_lens, extra_cache=extra_cache,
         extra_indices=extra_indices, extra_lens=extra_lens, attn_sink=attn_sink,
     )  # fmt: skip
-    _checks.integer(where, "lane", lane, -1)
+    _checks.lane(where, lane)
 
 
 def _reference(
@@ -350,7 +350,8 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     yield bad("records without lengths", 6, None, ArgumentError, "all given or all None, got None for extra_lens")
     yield bad("record rows of other tokens", 5, extra_indices[:1], ArgumentShapeError, "extra_indices must be of shape [tokens, width]")
     yield bad("sink of other heads", 7, sink[:1], ArgumentShapeError, "attn_sink must be of shape [heads] with 2 heads")
-    yield BadInput("lane -2", args, ArgumentError, "lane must be at least -1", {**kwargs, "lane": -2})
+    yield BadInput("lane -2", args, ArgumentError, "lane must be between -1 and 15, got -2", {**kwargs, "lane": -2})
+    yield BadInput("lane 99", args, ArgumentError, "lane must be between -1 and 15, got 99", {**kwargs, "lane": 99})
 
 
 SPARSE_MLA_DECODE.implement(check=_check, reference=_reference, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs, torch_impl=_torch, cpp=("cpu",))

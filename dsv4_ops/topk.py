@@ -85,7 +85,7 @@ def _check_rows(where: str, logits: torch.Tensor, lengths: torch.Tensor, k: int,
     _checks.integer(where, "k", k, 1, MAX_K)
     if max_seq_len is not None:
         _checks.integer(where, "max_seq_len", max_seq_len, 0)
-    _checks.integer(where, "lane", lane, -1)
+    _checks.lane(where, lane)
 
 
 def _select(row: list[float], k: int) -> list[int]:
@@ -188,7 +188,8 @@ def _topk_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     yield BadInput("k 0", (logits, lengths, 0), ArgumentError, "k must be between 1 and 4096, got 0")
     yield BadInput("k 4097", (logits, lengths, 4097), ArgumentError, "k must be between 1 and 4096, got 4097")
     yield BadInput("negative max_seq_len", (logits, lengths, 2, -1), ArgumentError, "max_seq_len must be at least 0, got -1")
-    yield BadInput("lane -2", (logits, lengths, 2), ArgumentError, "lane must be at least -1, got -2", {"lane": -2})
+    yield BadInput("lane -2", (logits, lengths, 2), ArgumentError, "lane must be between -1 and 15, got -2", {"lane": -2})
+    yield BadInput("lane 99", (logits, lengths, 2), ArgumentError, "lane must be between -1 and 15, got 99", {"lane": 99})
     yield BadInput("lengths elsewhere", (logits, lengths.to("meta"), 2), ArgumentError, "lengths must be on")
 
 

@@ -24,9 +24,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,9 +73,65 @@ _regions = 0
 
 
 def _next_region() -> int:
+    """Called while Dynamo traces, as plain Python."""
     global _regions
     _regions += 1
+    _warn_unless_bound()
     return _regions
+
+
+_warned_programs: weakref.WeakSet[Any] = weakref.WeakSet()
+_POST_GRAD_SLOTS = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")
+
+
+def _warn_unless_bound() -> None:
+    """Warn, once a program, when nothing will read the marks of the program being traced: its ops would run in the ambient lane."""
+    try:
+        translator = _current_translator()
+        program, compiler = translator.output.root_tx.f_code, translator.output.compiler_fn
+        while translator.parent is not None and translator.f_code.co_filename in (__file__, contextlib.__file__):
+            translator = translator.parent
+        place = translator.f_code.co_filename, translator.lineno or program.co_firstlineno
+    except (ImportError, AttributeError):
+        return  # not traced by Dynamo, or by one whose insides have changed: a test for each supported PyTorch would tell
+    if program in _warned_programs or _reads_marks(compiler):
+        return
+    _warned_programs.add(program)
+    warnings.warn_explicit(
+        f"use_workspace_lane in {program.co_name}, compiled without a pass that binds lanes: every op inside runs in the ambient lane (0 unless entered "
+        "outside), in the scratch of the other side. Compile with torch.compile(..., backend=dsv4_ops.passes.backend()); an engine that owns the "
+        "backend runs dsv4_ops.passes.BindLanes in Inductor's post_grad_custom_post_pass, or enters use_workspace_lane around the compiled call.",
+        UserWarning,
+        *place,
+    )
+
+
+def _current_translator() -> Any:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx()
+
+
+def _reads_marks(compiler: Any) -> bool:
+    """Whether this backend, one that it wraps, or a pass in Inductor's post-grad slots has ``handles_lanes`` set."""
+    config = sys.modules.get("torch._inductor.config")
+    slots = [getattr(config, name, None) for name in _POST_GRAD_SLOTS]
+    seen: set[int] = set()
+    while compiler is not None and id(compiler) not in seen:
+        seen.add(id(compiler))
+        if getattr(compiler, "handles_lanes", False):
+            return True
+        keywords = getattr(compiler, "kwargs", None)
+        for options in (getattr(compiler, "config", None), keywords.get("options") if isinstance(keywords, dict) else None):
+            slots += [options.get(name) for name in _POST_GRAD_SLOTS] if isinstance(options, dict) else []
+        inner = ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__", "func")  # Dynamo's, torch.compile's, functools'
+        compiler = next((value for name in inner if (value := getattr(compiler, name, None)) is not None), None)
+    return any(map(_handles_lanes, slots))
+
+
+def _handles_lanes(slot: Any) -> bool:
+    parts = slot if isinstance(slot, list | tuple) else getattr(slot, "passes", ())
+    return bool(getattr(slot, "handles_lanes", False)) or any(map(_handles_lanes, parts))
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with this package.
@@ -97,6 +154,12 @@ def _read(variable: ContextVar[tuple[int, int]]) -> int:
 @contextlib.contextmanager
 def use_workspace_lane(lane: int) -> Iterator[None]:
     """Run what is inside in workspace lane ``lane``. Nests; works in eager code and in compiled code.
+
+    Compiled code needs a pass that binds the marks: ``torch.compile(step, backend=dsv4_ops.passes.backend())``. Without one (any other
+    backend) every op inside runs in the ambient lane, and tracing warns once a program. A backend of your own that binds
+    (``dsv4_ops.passes.bind_lanes``) says so with an attribute ``handles_lanes = True``. With one, an op of yours that takes the current lane must
+    be known to ``dsv4_ops.passes.register_workspace_op``; it runs in the ambient lane otherwise and warns when it asks.
+    Entered *around* a compiled call it sets the ambient lane and needs no pass.
 
     Raises LaneError for a lane outside ``[0, MAX_LANES)``.
     """
@@ -131,7 +194,34 @@ def current_lane() -> int:
     """The ambient lane of this thread (0 when none was entered). Not available while tracing: there, lanes are marks."""
     if torch.compiler.is_compiling():
         raise LaneError("current_lane: lanes are marks on graph nodes while tracing and have no ambient value. Leave the op's lane at -1.")
-    return _read(_lane)
+    lane = _read(_lane)
+    unregistered = _unregistered.get()
+    if unregistered:
+        _warn_unregistered(unregistered, lane)
+    return lane
+
+
+_unregistered: ContextVar[Mapping[Any, frozenset[int]] | None] = ContextVar("dsv4_ops_unregistered_ops", default=None)
+"""While a bound program runs: ops in its marked regions that no one registered, with the lanes of those regions."""
+_warned_ops: set[Any] = set()
+
+
+def _warn_unregistered(unregistered: Mapping[Any, frozenset[int]], lane: int) -> None:
+    frame = sys._getframe(2) if unregistered.keys() - _warned_ops else None
+    while frame is not None:
+        if frame.f_code is torch._ops.OpOverload.__call__.__code__:
+            op = frame.f_locals.get("self")
+            lanes = unregistered.get(op, frozenset())
+            if lanes - {lane} and op not in _warned_ops:
+                _warned_ops.add(op)
+                wanted = ", ".join(map(str, sorted(lanes)))
+                warnings.warn(
+                    f"{op} asks for the current workspace lane and runs in lane {lane}, though the program calls it inside use_workspace_lane({wanted}): it has "
+                    f"no lane bound, because it is not known to take scratch. Call dsv4_ops.passes.register_workspace_op(torch.ops.{op}) before compiling.",
+                    UserWarning,
+                    stacklevel=3,
+                )
+        frame = frame.f_back
 
 
 def current_ubatch() -> int:

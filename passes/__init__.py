@@ -1,7 +1,21 @@
 """FX passes that give draft subgraphs their own workspace lane.
 
-``backend()`` is the usual door: ``torch.compile(step, backend=dsv4_ops.passes.backend())``. Importing this imports parts of Inductor, so
-``import dsv4_ops`` does not.
+====================================  =================================================================================
+your program                          what to use
+====================================  =================================================================================
+you call ``torch.compile``            ``torch.compile(step, backend=backend())``: binds, verifies, compiles by Inductor.
+                                      ``mode`` and ``options`` go into it: ``backend(mode="reduce-overhead")``
+an engine owns the backend, and the   ``BindLanes()`` and ``VerifyLanes()`` in the post-grad slot by ``install(...)`` or the
+program enters lanes                  engine's own setting, its backend wrapped by ``with_marks``
+an engine enters lanes around the     nothing to bind; ``install(VerifyLanes(ambient="allow"))`` finds contradictions
+compiled call
+====================================  =================================================================================
+
+Two mistakes leave ops in the ambient lane, and warn: ``use_workspace_lane`` in a program compiled without any of these (at trace time),
+and an op that takes the current lane but was never given to ``register_workspace_op`` (when it asks, under ``backend()`` only: a
+post-grad pass does not see the program run).
+
+Importing this imports parts of Inductor, so ``import dsv4_ops`` does not.
 """
 
 if __name__ != "dsv4_ops.passes":

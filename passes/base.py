@@ -32,6 +32,8 @@ class LanePass(CustomGraphPass):  # type: ignore[misc, unused-ignore]
     """
 
     files: tuple[Path, ...] = ()
+    handles_lanes = True
+    """In a slot, ``use_workspace_lane`` need not warn that no one reads its marks."""
 
     def config(self) -> dict[str, Any]:
         """Settings that change what the pass does; JSON-serializable."""

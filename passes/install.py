@@ -9,16 +9,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.fx
 
+from .. import workspace
 from ..errors import PassError
+from . import fx_utils
 from .base import chain
 from .lanes import BindReport, bind_lanes
 from .verify import VerifyLanes
+from .workspace_ops import workspace_op
 
 __all__ = ["LaneBackend", "backend", "install"]
 
@@ -43,6 +46,8 @@ def install(*passes: Any, slot: str = "post_grad_custom_post_pass") -> Iterator[
 class LaneBackend:
     """Compiler backend that binds lanes, verifies them, and hands the program to ``inner``."""
 
+    handles_lanes = True
+
     def __init__(self, inner: str | Callable[..., Any], unmarked: int | None, ambient: str | None, mode: str | None, options: dict[str, Any] | None) -> None:
         self.inner, self.unmarked, self.ambient, self.mode, self.options = inner, unmarked, ambient, mode, dict(options or {})
         self.last: BindReport | None = None
@@ -52,7 +57,7 @@ class LaneBackend:
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
         inductor = self.inner == "inductor"
-        mode, options = mode or self.mode, {**self.options, **(options or {})}
+        mode, options = self._settings(mode, options or {})
         patches = self._patches(mode, options) if inductor else {}
         verifier = VerifyLanes(self.ambient or ("refuse" if _replays(patches) else "unmarked"))
         self.last = bind_lanes(gm, unmarked=self.unmarked)
@@ -64,16 +69,53 @@ class LaneBackend:
             slot = "post_grad_custom_post_pass"
             # By patches, not by install(): Inductor applies them again to what it compiles later (backward graphs).
             patches[slot] = chain(patches.get(slot, getattr(config, slot)), verifier)
-            return compile_fx(gm, example_inputs, config_patches=patches)
+            return _watched(gm, compile_fx(gm, example_inputs, config_patches=patches))
         inner = torch._dynamo.lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
         keywords = ({"mode": mode} if mode else {}) | ({"options": options} if options else {})
         with install(verifier):
-            return inner(gm, example_inputs, **keywords)
+            return _watched(gm, inner(gm, example_inputs, **keywords))
+
+    def __repr__(self) -> str:
+        given = {"unmarked": self.unmarked, "ambient": self.ambient, "mode": self.mode, "options": self.options or None}
+        return ", ".join([f"dsv4_ops.passes.backend({self.inner!r}", *(f"{name}={value!r}" for name, value in given.items() if value is not None)]) + ")"
+
+    def _settings(self, mode: str | None, options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+        """Those given to ``torch.compile``, which hands them on, and those given here."""
+        pairs = [("mode", mode, self.mode), *((f"options[{key!r}]", value, self.options.get(key)) for key, value in options.items())]
+        for name, theirs, ours in pairs:
+            if theirs is not None and ours is not None and theirs != ours:
+                raise PassError(f"{name} is {theirs!r} in torch.compile and {ours!r} in passes.backend(). Give it once, to passes.backend().")
+        return mode or self.mode, {**self.options, **options}
 
     @staticmethod
     def _patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
         patches = dict(torch._inductor.list_mode_options(mode)) if mode and mode != "default" else {}
         return patches | {key.replace("-", "_"): value for key, value in options.items()}
+
+
+_NO_SCRATCH = frozenset({"aten", "prims", "prim", "inductor", "dsv4_ops"})
+
+
+def _watched(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, which warns where an op that no one registered asks for the lane of a marked region of ``gm`` (bound)."""
+    unregistered: dict[Any, frozenset[int]] = {}
+    for _, module in fx_utils.modules(gm):
+        for node in module.graph.nodes:
+            call, lane = fx_utils.as_op_call(node), fx_utils.lane_mark(node)
+            if lane is not None and call is not None and call.op.namespace not in _NO_SCRATCH and workspace_op(call.op) is None:
+                unregistered[call.op] = unregistered.get(call.op, frozenset()) | {lane}
+    return _watching(unregistered, compiled) if unregistered else compiled
+
+
+def _watching(unregistered: Mapping[Any, frozenset[int]], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        token = workspace._unregistered.set(unregistered)
+        try:
+            return compiled(*args)
+        finally:
+            workspace._unregistered.reset(token)
+
+    return run
 
 
 def _replays(patches: dict[str, Any]) -> bool:
@@ -95,6 +137,7 @@ def backend(
 
     ``inner``: what compiles the bound program. ``unmarked``: lane of ops outside every ``use_workspace_lane`` (None: the ambient lane when
     they run). ``ambient``: see :class:`VerifyLanes`; by default ``"refuse"`` when ``mode`` or ``options`` make Inductor record CUDA graphs, since
-    those replay the lane of the first run, else ``"unmarked"``. ``mode`` and ``options`` are those of ``torch.compile``.
+    those replay the lane of the first run, else ``"unmarked"``. ``mode`` and ``options`` are those of ``torch.compile``; given there they
+    are honoured as well, and one that is given in both places with two values is refused (PassError).
     """
     return LaneBackend(inner, unmarked, ambient, mode, options)

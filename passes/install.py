@@ -96,7 +96,7 @@ class LaneBackend:
 _NO_SCRATCH = frozenset({"aten", "prims", "prim", "inductor", "dsv4_ops"})
 
 
-def _watched(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(gm: torch.fx.GraphModule, compiled: Any) -> Callable[..., Any]:
     """``compiled``, which warns where an op that no one registered asks for the lane of a marked region of ``gm`` (bound)."""
     unregistered: dict[Any, frozenset[int]] = {}
     for _, module in fx_utils.modules(gm):

@@ -47,9 +47,6 @@ class LanePass(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         digest.update(json.dumps([type(self).__qualname__, self.config(), torch.__version__], sort_keys=True).encode())
         return digest.hexdigest()
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        raise NotImplementedError
-
 
 class PassChain(CustomGraphPass):  # type: ignore[misc, unused-ignore]
     """Several passes in one slot (torch 2.11 takes one object, 2.13 also a list). Its uuid is None when any part has none."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..dflash import round_to_capture_size
 from ..errors import ArgumentError, RequestError
 from .requests import Request
 
@@ -83,9 +83,7 @@ class EngineConfig:
 
     def padded_tokens(self, tokens: int) -> int:
         """The smallest capture size that holds ``tokens``; past the largest one the exact number (run without a graph)."""
-        sizes = self.step_sizes
-        at = bisect.bisect_left(sizes, tokens)
-        return sizes[at] if at < len(sizes) else tokens
+        return round_to_capture_size(tokens, self.step_sizes)
 
     def validate(self, request: Request, vocab_size: int) -> None:
         """Raise RequestError, naming the reason, when this engine cannot serve ``request``."""

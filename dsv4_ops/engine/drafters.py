@@ -62,7 +62,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     apply_rotary_pos_emb,
 )
 
-from .. import PAD_SLOT_ID
+from .._slots import safe_requests, slots_at
 from ..errors import ArgumentError, UnsupportedError
 from ..kv_cache import kv_cache_insert
 from ..sampling import STREAM_DRAFT, gumbel_sample
@@ -350,11 +350,8 @@ def next_token_ids(input_ids: torch.Tensor, last_index: torch.Tensor, anchors: t
 
 def _slots(block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor, block_size: int) -> torch.Tensor:
     """Slot of each position, int64; -1 for rows that are not valid and blocks that are null or past the table."""
-    logical = positions // block_size
-    inside = valid & (logical >= 0) & (logical < block_table.shape[1])
-    row = torch.where(inside, requests.to(torch.int64), 0)
-    block = block_table[row, torch.where(inside, logical, 0)].to(torch.int64)
-    return torch.where(inside & (block > 0), block * block_size + positions % block_size, PAD_SLOT_ID)
+    rows, listed = safe_requests(requests, valid & (positions >= 0), block_table.shape[0])
+    return slots_at(block_table, rows, positions[:, None], listed[:, None], block_size)[:, 0].to(torch.int64)
 
 
 def _sample(logits: torch.Tensor, mapping: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .._checks import NULL_BLOCK, PAD_SLOT_ID
+from .._slots import slots_at
 from .blocks import KVGroup
 from .config import EngineConfig
 from .scheduler import Scheduled
@@ -118,9 +119,7 @@ def build_step(config: EngineConfig, groups: dict[str, KVGroup], batch: Sequence
         else:
             sample.next_prefill_tokens[i] = sequence.tokens[known_end]
         begin = end
-    size = config.window_block_size
-    blocks_of = torch.repeat_interleave(step.window_table, step.query_start_loc.diff(), dim=0)
-    live = step.positions[:total]
-    physical = blocks_of.gather(1, (live // size)[:, None])[:, 0].to(torch.int64)
-    step.window_slots[:total] = torch.where(physical > NULL_BLOCK, physical * size + live % size, PAD_SLOT_ID)
+    owners = torch.repeat_interleave(step.query_start_loc.diff()).to(torch.int64)
+    live = torch.ones(total, 1, dtype=torch.bool)
+    step.window_slots[:total] = slots_at(step.window_table, owners, step.positions[:total, None], live, config.window_block_size)[:, 0]
     return step, sample

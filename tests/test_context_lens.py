@@ -18,10 +18,7 @@ from dsv4_ops import (
     unpadded_token_rows,
 )
 from dsv4_ops.errors import ArgumentDeviceError, ArgumentError
-
-
-def i32(values: object, device: str = "cpu") -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
+from tests.common import i32
 
 
 def starts(query_lens: list[int], device: str = "cpu") -> torch.Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ import dsv4_ops.rejection
 import dsv4_ops.sampling
 from dsv4_ops import STREAM_ACCEPTANCE, STREAM_DRAFT, STREAM_PLAIN, STREAM_RECOVERY, _philox, gumbel_sample, rejection_sample
 from dsv4_ops.sampling import MARGIN
+from tests.common import ratio
 
 STREAMS = (STREAM_PLAIN, STREAM_DRAFT, STREAM_ACCEPTANCE, STREAM_RECOVERY)
 MASK = 0xFFFFFFFF
@@ -552,21 +551,6 @@ def test_all_greedy_shortcut_changes_nothing() -> None:
 
 
 # ---- speed
-
-
-def ratio(function: Callable[[], object], plain: Callable[[], object], runs: int = 15) -> float:
-    """Fastest against fastest of interleaved runs, in processor time of one thread: other work on the machine hardly shows."""
-    best, threads = [math.inf, math.inf], torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for _ in range(runs):
-            for i, call in enumerate((function, plain)):
-                start = time.thread_time()
-                call()
-                best[i] = min(best[i], time.thread_time() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return best[0] / best[1]
 
 
 def test_gumbel_sample_costs_less_than_three_plain_draws() -> None:

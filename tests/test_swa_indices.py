@@ -19,20 +19,7 @@ from dsv4_ops import (
     swa_indices_to_csr,
 )
 from dsv4_ops.errors import ArgumentError
-
-INT32_MAX = 2**31 - 1
-
-
-def i32(values: object, device: str = "cpu") -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def i64(values: object, device: str = "cpu") -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def yes(n: int, device: str = "cpu") -> torch.Tensor:
-    return torch.ones(n, dtype=torch.bool, device=device)
+from tests.common import INT32_MAX, i32, i64, yes
 
 
 def placed(table: list[list[int]], block_size: int) -> dict[tuple[int, int], int]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 
 from dsv4_ops import SwiGLUParams, swiglu, swiglu_per_expert
 from dsv4_ops.errors import ArgumentError, ArgumentShapeError
+from tests.common import ratio
 
 
 def one(gate: float, up: float, alpha: float = 1.0, beta: float = 0.0, limit: float | None = None) -> float:
@@ -188,21 +187,6 @@ def test_row_has_the_same_bits_in_any_batch() -> None:
     x = torch.randn(33, 2 * 53) * 5
     whole = swiglu(x, 1.702, 1.0, 7.0)
     assert all(torch.equal(swiglu(x[i : i + 1], 1.702, 1.0, 7.0)[0], whole[i]) for i in range(33))
-
-
-def ratio(function: Callable[[], object], plain: Callable[[], object], runs: int = 15) -> float:
-    """Fastest against fastest of interleaved runs, in processor time of one thread: other work on the machine hardly shows."""
-    best, threads = [math.inf, math.inf], torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for _ in range(runs):
-            for i, call in enumerate((function, plain)):
-                start = time.thread_time()
-                call()
-                best[i] = min(best[i], time.thread_time() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return best[0] / best[1]
 
 
 def test_costs_less_than_three_times_the_plain_calls() -> None:

@@ -23,7 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("DSV4_OPS_VENV", ROOT / ".venv"))
 REQUESTS = ROOT / "dsv4_ops" / "engine" / "data" / "requests.jsonl"
-CPU_TORCH = "torch==2.13.0"
+# Triton is that of this torch's CUDA builds: the tests interpret its kernels on CPU.
+CPU_TORCH = ("torch==2.13.0", "triton==3.7.1; platform_system == 'Linux' and platform_machine == 'x86_64'")
 
 
 def call(*command: str | Path, **env: str) -> int:
@@ -48,7 +49,7 @@ def setup() -> Path:
     has_gpu = shutil.which("nvidia-smi") is not None
     if call(python, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)") != 0:
         print("installing torch: a minute or more, without output", flush=True)
-        must(python, "-m", "pip", "install", "--quiet", "torch>=2.11" if has_gpu else CPU_TORCH)
+        must(python, "-m", "pip", "install", "--quiet", *(["torch>=2.11"] if has_gpu else CPU_TORCH))
     extras = "engine,test,cuda" if has_gpu else "engine,test"
     print("installing the project and what it needs", flush=True)
     must(python, "-m", "pip", "install", "--quiet", "-e", f".[{extras}]")

@@ -16,6 +16,9 @@ using torch::stable::Tensor;
 
 Tensor topk_cpu(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane);
 std::tuple<Tensor, Tensor> topk_values_cpu(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane);
+std::tuple<Tensor, Tensor> topk_slots_cpu(
+    const Tensor& logits, const Tensor& lengths, const Tensor& token_to_req_indices, const Tensor& is_valid_token, const Tensor& block_table, int64_t k,
+    int64_t block_size, std::optional<int64_t> max_seq_len, int64_t lane);
 
 std::tuple<Tensor, Tensor> sparse_mla_decode_cpu(
     const Tensor& q, const Tensor& swa_cache, const Tensor& swa_indices, const Tensor& swa_lens, const std::optional<Tensor>& extra_cache,
@@ -26,6 +29,7 @@ std::tuple<Tensor, Tensor> sparse_mla_decode_cpu(
 STABLE_TORCH_LIBRARY_IMPL(dsv4_ops, CPU, m) {
   m.impl("sparse_mla_decode", TORCH_BOX(&dsv4_ops::sparse_mla_decode_cpu));
   m.impl("topk", TORCH_BOX(&dsv4_ops::topk_cpu));
+  m.impl("topk_slots", TORCH_BOX(&dsv4_ops::topk_slots_cpu));
   m.impl("topk_values", TORCH_BOX(&dsv4_ops::topk_values_cpu));
 }
 

@@ -32,6 +32,7 @@ from .sparse_decode import sparse_mla_decode  # noqa: E402
 from .swa_indices import causal_swa_indices, decode_swa_width, draft_swa_indices, swa_index_width  # noqa: E402
 from .swiglu import SwiGLUParams, swiglu, swiglu_per_expert  # noqa: E402
 from .topk import topk, topk_merge, topk_values  # noqa: E402
+from .topk_slots import topk_slots  # noqa: E402
 from .workspace import (  # noqa: E402
     WorkspaceManager,
     current_lane,
@@ -101,6 +102,7 @@ __all__ = [
     "swiglu_per_expert",
     "topk",
     "topk_merge",
+    "topk_slots",
     "topk_values",
     "unpadded_token_rows",
     "use_workspace_lane",

@@ -174,7 +174,7 @@ def test_repr_of_a_backend_shows_what_was_asked() -> None:
 
 def test_every_op_with_a_lane_refuses_one_that_cannot_exist() -> None:
     with_lane = [single for single in _registry.ops() if passes.workspace_op(single.overload) is not None]
-    assert {single.name for single in with_lane} == {"topk", "topk_values", "sparse_mla_decode", "rejection_sample"}
+    assert {single.name for single in with_lane} == {"topk", "topk_slots", "topk_values", "sparse_mla_decode", "rejection_sample"}
     for single in with_lane:
         sample = single.sized("cpu", 2, seed=0)
         single(*sample.args, **{**sample.kwargs, "lane": workspace.MAX_LANES - 1})

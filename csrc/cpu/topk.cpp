@@ -173,47 +173,77 @@ struct Lengths {
         outer_stride(lengths.dim() == 2 ? lengths.stride(0) : 0),
         inner_stride(lengths.stride(lengths.dim() - 1)) {}
 
-  int64_t operator[](int64_t row) const {
+  int64_t operator()(int64_t row) const {
     if (row >= count) return 0;
     const int64_t offset = row / inner * outer_stride + row % inner * inner_stride;
     return wide ? static_cast<const int64_t*>(data)[offset] : static_cast<const int32_t*>(data)[offset];
   }
 };
 
-template <class Format>
-void run(const Tensor& logits, const Tensor& lengths_tensor, int64_t k, int64_t limit, Tensor& indices, Tensor* values) {
+// Ranks every row: `length_of(i)` columns of row i at most, and `write(i, its scores, selected columns, their number)`.
+template <class Format, class LengthOf, class Write>
+void run(const Tensor& logits, int64_t k, int64_t limit, const LengthOf& length_of, const Write& write) {
   using Bits = typename Format::Bits;
   const int64_t rows = logits.size(0), row_stride = logits.stride(0);
-  const Lengths lengths(lengths_tensor);
   const Bits* scores = static_cast<const Bits*>(logits.const_data_ptr());
-  int32_t* index_out = static_cast<int32_t*>(indices.mutable_data_ptr());
-  Bits* value_out = values ? static_cast<Bits*>(values->mutable_data_ptr()) : nullptr;
   // A second thread costs more than it saves below some 32 Ki columns; the histograms cost a row as much as 2 Ki columns.
   const int64_t rows_a_thread = std::max<int64_t>(1, (int64_t{1} << 15) / (limit + 2048));
   torch::stable::parallel_for(0, rows, rows_a_thread, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique<Scratch>(k);
     for (int64_t i = begin; i < end; ++i) {
       const Bits* row = scores + i * row_stride;
-      const int64_t length = std::clamp<int64_t>(lengths[i], 0, limit);
-      const int64_t found = select<Format>(row, length, k, *scratch);
-      std::copy_n(scratch->selected.begin(), found, index_out + i * k);
-      std::fill_n(index_out + i * k + found, k - found, -1);
-      if (value_out) {
-        for (int64_t j = 0; j < found; ++j) value_out[i * k + j] = row[scratch->selected[j]];
-        std::fill_n(value_out + i * k + found, k - found, Format::minus_infinity);
-      }
+      const int64_t found = select<Format>(row, std::clamp<int64_t>(length_of(i), 0, limit), k, *scratch);
+      write(i, row, scratch->selected.data(), found);
     }
   });
 }
 
-void dispatch(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, Tensor& indices, Tensor* values) {
-  const int64_t limit = max_seq_len ? std::min(logits.size(1), *max_seq_len) : logits.size(1);
+template <class Use>
+void for_format(const char* op, const Tensor& logits, const Use& use) {
   if (logits.scalar_type() == ScalarType::Float) {
-    run<Float32>(logits, lengths, k, limit, indices, values);
+    use(Float32{});
   } else {
     DSV4_CHECK(logits.scalar_type() == ScalarType::BFloat16, op, ": logits must be float32 or bfloat16");
-    run<BFloat16>(logits, lengths, k, limit, indices, values);
+    use(BFloat16{});
   }
+}
+
+int64_t limit_of(const Tensor& logits, std::optional<int64_t> max_seq_len) { return max_seq_len ? std::min(logits.size(1), *max_seq_len) : logits.size(1); }
+
+// Pages of each token's request.
+struct BlockTable {
+  const int32_t* blocks;
+  const int32_t* requests;
+  const bool* valid;
+  int64_t num_requests, num_blocks, request_stride, block_stride, token_stride, valid_stride, block_size;
+
+  // The token's request, or -1.
+  int64_t request_of(int64_t token) const {
+    if (!valid[token * valid_stride]) return -1;
+    const int64_t request = requests[token * token_stride];
+    return request >= 0 && request < num_requests ? request : -1;
+  }
+
+  int32_t slot_of(int64_t request, int64_t position) const {
+    const int64_t block = position / block_size;
+    if (block >= num_blocks) return -1;
+    const int64_t physical = blocks[request * request_stride + block * block_stride];  // 0: the null block
+    const int64_t slot = physical * block_size + position % block_size;
+    return physical > 0 && slot <= std::numeric_limits<int32_t>::max() ? static_cast<int32_t>(slot) : -1;
+  }
+};
+
+void check_table(const char* op, const Tensor& logits, const Tensor& token_to_req_indices, const Tensor& is_valid_token, const Tensor& block_table, int64_t block_size) {
+  check_cpu(op, "token_to_req_indices", token_to_req_indices);
+  check_cpu(op, "is_valid_token", is_valid_token);
+  check_cpu(op, "block_table", block_table);
+  DSV4_CHECK(token_to_req_indices.scalar_type() == ScalarType::Int, op, ": token_to_req_indices must be int32");
+  DSV4_CHECK(is_valid_token.scalar_type() == ScalarType::Bool, op, ": is_valid_token must be bool");
+  DSV4_CHECK(block_table.scalar_type() == ScalarType::Int && block_table.dim() == 2, op, ": block_table must be int32 and 2-dimensional");
+  for (const Tensor* tokens : {&token_to_req_indices, &is_valid_token}) {
+    DSV4_CHECK(tokens->dim() == 1 && tokens->size(0) == logits.size(0), op, ": token_to_req_indices and is_valid_token must have one entry a row of logits (", logits.size(0), ")");
+  }
+  DSV4_CHECK(block_size >= 1 && block_size <= std::numeric_limits<int32_t>::max(), op, ": block_size must be between 1 and 2147483647, got ", block_size);
 }
 
 void check(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len) {
@@ -235,7 +265,12 @@ void check(const char* op, const Tensor& logits, const Tensor& lengths, int64_t 
 Tensor topk_cpu(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t /*lane*/) {
   check("topk", logits, lengths, k, max_seq_len);
   Tensor indices = torch::stable::new_empty(logits, {logits.size(0), k}, ScalarType::Int);
-  dispatch("topk", logits, lengths, k, max_seq_len, indices, nullptr);
+  int32_t* out = static_cast<int32_t*>(indices.mutable_data_ptr());
+  for_format("topk", logits, [&](auto format) {
+    run<decltype(format)>(logits, k, limit_of(logits, max_seq_len), Lengths(lengths), [=](int64_t i, const auto*, const int32_t* selected, int64_t found) {
+      std::fill_n(std::copy_n(selected, found, out + i * k), k - found, -1);
+    });
+  });
   return indices;
 }
 
@@ -243,8 +278,42 @@ std::tuple<Tensor, Tensor> topk_values_cpu(const Tensor& logits, const Tensor& l
   check("topk_values", logits, lengths, k, max_seq_len);
   Tensor indices = torch::stable::new_empty(logits, {logits.size(0), k}, ScalarType::Int);
   Tensor values = torch::stable::new_empty(logits, {logits.size(0), k});
-  dispatch("topk_values", logits, lengths, k, max_seq_len, indices, &values);
+  int32_t* out = static_cast<int32_t*>(indices.mutable_data_ptr());
+  for_format("topk_values", logits, [&](auto format) {
+    using Format = decltype(format);
+    auto* value_out = static_cast<typename Format::Bits*>(values.mutable_data_ptr());
+    run<Format>(logits, k, limit_of(logits, max_seq_len), Lengths(lengths), [=](int64_t i, const auto* row, const int32_t* selected, int64_t found) {
+      std::fill_n(std::copy_n(selected, found, out + i * k), k - found, -1);
+      std::fill_n(std::transform(selected, selected + found, value_out + i * k, [row](int32_t column) { return row[column]; }), k - found, Format::minus_infinity);
+    });
+  });
   return {std::move(values), std::move(indices)};
+}
+
+std::tuple<Tensor, Tensor> topk_slots_cpu(
+    const Tensor& logits, const Tensor& lengths_tensor, const Tensor& token_to_req_indices, const Tensor& is_valid_token, const Tensor& block_table, int64_t k,
+    int64_t block_size, std::optional<int64_t> max_seq_len, int64_t /*lane*/) {
+  check("topk_slots", logits, lengths_tensor, k, max_seq_len);
+  check_table("topk_slots", logits, token_to_req_indices, is_valid_token, block_table, block_size);
+  Tensor slots = torch::stable::new_empty(logits, {logits.size(0), k}, ScalarType::Int);
+  Tensor lens = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Int);
+  int32_t* slots_out = static_cast<int32_t*>(slots.mutable_data_ptr());
+  int32_t* lens_out = static_cast<int32_t*>(lens.mutable_data_ptr());
+  const Lengths lengths(lengths_tensor);
+  const BlockTable table{
+      static_cast<const int32_t*>(block_table.const_data_ptr()), static_cast<const int32_t*>(token_to_req_indices.const_data_ptr()),
+      static_cast<const bool*>(is_valid_token.const_data_ptr()), block_table.size(0), block_table.size(1), block_table.stride(0), block_table.stride(1),
+      token_to_req_indices.stride(0), is_valid_token.stride(0), block_size};
+  const auto length_of = [&](int64_t i) { return table.request_of(i) < 0 ? 0 : lengths(i); };
+  for_format("topk_slots", logits, [&](auto format) {
+    run<decltype(format)>(logits, k, limit_of(logits, max_seq_len), length_of, [&](int64_t i, const auto*, const int32_t* selected, int64_t found) {
+      const int64_t request = table.request_of(i);
+      const auto slot = [&](int32_t column) { return table.slot_of(request, column); };
+      std::fill_n(std::transform(selected, selected + found, slots_out + i * k, slot), k - found, -1);
+      lens_out[i] = static_cast<int32_t>(found);
+    });
+  });
+  return {std::move(slots), std::move(lens)};
 }
 
 }  // namespace dsv4_ops

@@ -24,7 +24,7 @@ from ..global_indices import global_topk_indices
 from ..kv_cache import kv_cache_insert, new_kv_cache
 from ..sparse_decode import sparse_mla_decode
 from ..swa_indices import causal_swa_indices, decode_swa_width
-from ..topk import topk
+from ..topk_slots import topk_slots
 from .step import StepInputs
 
 __all__ = ["AttentionMetadata", "CompressorPlan", "Geometry", "PagedAttention", "build_metadata", "closing_tokens"]
@@ -173,15 +173,15 @@ class _Indexer(nn.Module):
         self.compressor = _Compressor(inner, num_window_blocks, geometry.window_block_size)
         self.keys = _Rows(num_compressed_blocks, geometry.compressed_block_size // self.compressor.ratio, int(inner.head_dim), inner.kv_proj.weight.detach())
 
-    def forward(self, hidden_states: torch.Tensor, q_residual: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, plan: CompressorPlan) -> torch.Tensor:
-        """int32 ``[T, index_topk]``: records of the token's request, ascending, then -1."""
+    def forward(self, hidden_states: torch.Tensor, q_residual: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, plan: CompressorPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 ``[T, index_topk]`` and ``[T]``: slots of the records kept, by ascending record, and their number."""
         inner, tokens = self.inner, hidden_states.shape[0]
         self.keys.write(self.compressor(hidden_states, metadata, plan), plan.slots)
         cos, sin = inner.rotary_emb(hidden_states, position_ids=positions[None], layer_type=inner.rope_layer_type)
         q = inner.q_b_proj(q_residual).view(1, tokens, inner.num_heads, inner.head_dim)
         q = apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2)[0]
         scores = inner.scorer(q[:, None], self.keys.pages(metadata.token_pages), hidden_states[:, None])[:, 0]
-        return topk(scores, plan.lens, inner.index_topk)
+        return topk_slots(scores, plan.lens, metadata.token_to_req_indices, metadata.is_valid_token, metadata.compressed_table, inner.index_topk, plan.block_size)
 
 
 class PagedAttention(nn.Module):
@@ -237,9 +237,8 @@ class PagedAttention(nn.Module):
         plan = metadata.plans[self.layer_type]
         kv_cache_insert(self.compressor(hidden_states, metadata, plan), self.records, plan.slots)
         if self.indexer is not None:
-            chosen = self.indexer(hidden_states, q_residual, positions, metadata, plan)
-        else:
-            every = torch.arange(metadata.compressed_table.shape[1] * plan.block_size, dtype=torch.int32, device=plan.lens.device)
-            chosen = torch.where(every < plan.lens[:, None], every, PAD_SLOT_ID)
-        indices, lens = global_topk_indices(chosen, metadata.token_to_req_indices, metadata.is_valid_token, metadata.compressed_table, block_size=plan.block_size)
+            return self.records, *self.indexer(hidden_states, q_residual, positions, metadata, plan)
+        every = torch.arange(metadata.compressed_table.shape[1] * plan.block_size, dtype=torch.int32, device=plan.lens.device)
+        seen = torch.where(every < plan.lens[:, None], every, PAD_SLOT_ID)
+        indices, lens = global_topk_indices(seen, metadata.token_to_req_indices, metadata.is_valid_token, metadata.compressed_table, block_size=plan.block_size)
         return self.records, indices, lens

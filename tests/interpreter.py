@@ -3,6 +3,8 @@
 ``TRITON_INTERPRET`` counts when Triton is imported and then for the whole process, so it is set in that process alone:
 the tests around see Triton, if at all, as users do. An access out of bounds may end the process; then that one call
 fails and the next starts another. Functions go by name: they and their arguments must be picklable.
+
+``Interpreter(interpret=False)`` is a process that compiles: for targets that need not be there.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from typing import Any
 import pytest
 
 
-def _serve(connection: Connection) -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
+def _serve(connection: Connection, interpret: bool) -> None:
+    os.environ["TRITON_INTERPRET"] = str(int(interpret))
     import torch
 
     torch.set_num_threads(1)
@@ -36,26 +38,26 @@ def _serve(connection: Connection) -> None:
 class Interpreter:
     """``interpreter(function, *args)`` is ``function(*args)`` in the other process; its exceptions fail the test."""
 
-    def __init__(self, seconds: float = 300) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float = 300, interpret: bool = True) -> None:
+        self.seconds, self.interpret = seconds, interpret
         self._process: Any = None
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         if self._process is None or not self._process.is_alive():
             context = multiprocessing.get_context("spawn")
             self._connection, other = context.Pipe()
-            self._process = context.Process(target=_serve, args=(other,), daemon=True)
+            self._process = context.Process(target=_serve, args=(other, self.interpret), daemon=True)
             self._process.start()
             other.close()
         try:
             self._connection.send((function, args))
             if not self._connection.poll(self.seconds):
                 self.close()
-                pytest.fail(f"no answer from the interpreter after {self.seconds} s", pytrace=False)
+                pytest.fail(f"no answer from Triton's process after {self.seconds} s", pytrace=False)
             fine, answer = self._connection.recv()
         except (EOFError, ConnectionError):
             self._process.join()
-            pytest.fail(f"the interpreter's process ended with code {self._process.exitcode}: an access out of bounds?", pytrace=False)
+            pytest.fail(f"Triton's process ended with code {self._process.exitcode}: an access out of bounds?", pytrace=False)
         if not fine:
             pytest.fail(answer, pytrace=False)
         return answer

@@ -6,9 +6,11 @@ By construction, as in test_every_op.py: an op with ``triton=`` is tested the mo
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -31,12 +33,22 @@ TOLERANT: dict[str, tuple[float, float, str]] = {}
 """Ops whose kernel rounds otherwise than the reference: (rtol, atol) of its floating-point results, and why. Others give the same bits."""
 
 SPECIALIZED: dict[str, str] = {}
-"""Parameters that may specialize, as ``kernel.parameter``, each with its reason. Other counts, strides and pointers must not."""
+"""Parameters that may specialize, as ``kernel.parameter``, each with its reason. Other counts, strides and pointers must not.
+
+Elements of a tuple always do: ``do_not_specialize`` does not reach them.
+"""
 
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Interpreter]:
     worker = Interpreter()
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Interpreter]:
+    worker = Interpreter(interpret=False)
     yield worker
     worker.close()
 
@@ -159,16 +171,30 @@ def compare_toy(name: str) -> None:
 # ---- what a launch is compiled for: runs in the interpreter's process ------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """What Triton compiles for a launch, each distinct one once: the key of its cache."""
+
+    module: str
+    kernel: str
+    signature: dict[str, Any]
+    """Type of each parameter, of each element where it is a tuple; "constexpr" for constants."""
+    special: dict[str, Any]
+    """What the compiler may know of a value: "D" is divisible by 16; constants have their value."""
+    constants: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+
 @contextlib.contextmanager
-def launches() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Notes, for each launch, its kernel and what Triton would compile for: see ``compiled_for``."""
+def launches() -> Iterator[list[Compiled]]:
+    """Notes every launch while active."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    seen: list[tuple[str, dict[str, Any]]] = []
+    seen: list[Compiled] = []
     run = InterpretedFunction.run
 
     def noting(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        seen.append((self.__name__, compiled_for(self, args, kwargs)))
+        seen.append(compiled(self, args, kwargs))
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     InterpretedFunction.run = noting
@@ -178,56 +204,49 @@ def launches() -> Iterator[list[tuple[str, dict[str, Any]]]]:
         InterpretedFunction.run = run
 
 
-def unspecialized(kernel: Any, option: str) -> set[str]:
-    """Parameters named by ``option`` of ``@triton.jit``, of a kernel compiled or interpreted."""
-    options = kernel.kwargs if hasattr(kernel, "kwargs") else {option: getattr(kernel, option)}
-    return {kernel.arg_names[p] if isinstance(p, int) else p for p in options.get(option) or ()}
+def jit_function(kernel: Any) -> Any:
+    """The kernel as it is where it is not interpreted."""
+    from triton.runtime.jit import JITFunction
+
+    return JITFunction(kernel.fn, **kernel.kwargs) if hasattr(kernel, "kwargs") else kernel
 
 
-def is_constexpr(kernel: Any, parameter: str) -> bool:
-    return "constexpr" in str(kernel.fn.__annotations__.get(parameter, ""))
+def compiled(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Compiled:
+    """By Triton's own rules for an NVIDIA GPU."""
+    from triton._utils import find_paths_if, get_iterable_path
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import create_function_from_signature
 
-
-def compiled_for(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The part of each argument that goes into the key of Triton's compile cache."""
-    plain, unaligned = unspecialized(kernel, "do_not_specialize"), unspecialized(kernel, "do_not_specialize_on_alignment")
-    key: dict[str, Any] = {}
-    for name, value in (dict(zip(kernel.arg_names, args, strict=False)) | kwargs).items():
-        if name not in kernel.arg_names or is_constexpr(kernel, name) or value is None:
-            key[name] = value
-        elif isinstance(value, torch.Tensor):
-            assert name.endswith("_ptr"), f"{kernel.__name__}: a pointer's name ends with _ptr, {name} is one"
-            key[name] = (value.dtype, None if name in plain | unaligned else value.data_ptr() % 16 == 0)
-        elif isinstance(value, bool | float):
-            key[name] = type(value)
-        else:
-            special = None if name in plain else (value == 1, None if name in unaligned else value % 16 == 0)
-            key[name] = ("i32" if -(2**31) <= value < 2**31 else "i64", special)
-    return key
-
-
-def keys_by_kernel(call: Callable[..., Any], samples: Sequence[Sample]) -> dict[str, list[dict[str, Any]]]:
-    """The distinct keys that these calls launch each kernel with."""
-    keys: dict[str, list[dict[str, Any]]] = {}
-    for sample in samples:
-        for shift in (0, 8):
-            mine, _ = guarded_call(sample, "plausible", shift)
-            with launches() as seen:
-                call(*mine.args, **mine.kwargs)
-            for kernel, key in seen:
-                if key not in keys.setdefault(kernel, []):
-                    keys[kernel].append(key)
-    return keys
+    function = jit_function(kernel)
+    bind = create_function_from_signature(function.signature, function.params, CUDABackend(GPUTarget("cuda", 90, 32)))
+    values, specialization, options = bind(*args, **kwargs)
+    for name, value in values.items():
+        assert isinstance(value, tuple) or value is None or isinstance(value, torch.Tensor) == name.endswith("_ptr"), f"{kernel.__name__}: pointers, and only those, end with _ptr: {name}"
+    types = [kind for kind, _ in specialization]
+    constants = {path: get_iterable_path(list(values.values()), path) for path in find_paths_if(types, lambda _, kind: kind == "constexpr")}
+    special = {name: values[name] if kind == "constexpr" else known for name, (kind, known) in zip(values, specialization, strict=True)}
+    return Compiled(kernel.fn.__module__, kernel.__name__, dict(zip(values, types, strict=True)), special, constants, options)
 
 
 def one_compilation(call: Callable[..., Any], samples: Sequence[Sample]) -> list[str]:
-    """What varies in the keys of one kernel; empty when each kernel compiles once. ``kernel.parameter: values``."""
+    """What varies in what these calls compile; empty when each kernel is compiled once. ``kernel.parameter: what it was``."""
+    seen: dict[str, list[Compiled]] = {}
+    for sample in samples:
+        for shift in (0, 8):
+            mine, _ = guarded_call(sample, "plausible", shift)
+            with launches() as made:
+                call(*mine.args, **mine.kwargs)
+            for one in made:
+                if one not in seen.setdefault(one.kernel, []):
+                    seen[one.kernel].append(one)
     varying = []
-    for kernel, keys in keys_by_kernel(call, samples).items():
-        for parameter in sorted({p for key in keys for p in key}):
-            values = [key.get(parameter) for key in keys]
-            if any(v != values[0] for v in values) and f"{kernel}.{parameter}" not in SPECIALIZED:
-                varying.append(f"{kernel}.{parameter}: {values}")
+    for kernel, ways in seen.items():
+        varying += [f"{kernel}: options {one.options}" for one in ways[1:] if one.options != ways[0].options]
+        for parameter in ways[0].signature:
+            kinds = [(one.signature[parameter], one.special[parameter]) for one in ways]
+            if any(kind != kinds[0] for kind in kinds) and f"{kernel}.{parameter}" not in SPECIALIZED:
+                varying.append(f"{kernel}.{parameter}: {kinds}")
     return varying
 
 
@@ -242,33 +261,47 @@ def toy_compilations(name: str) -> list[str]:
     return one_compilation(getattr(triton_toys, name), [Sample(str(n), (torch.ones(n),)) for n in (1, 2, 16, 32)])
 
 
-def kernels() -> dict[str, list[str]]:
-    """Parameters of every kernel in the package that would specialize on a count, stride or scalar, by module."""
+def specializing() -> list[str]:
+    """Parameters of the package's kernels that are neither constants nor pointers and yet specialize, as ``kernel.parameter``."""
     import pkgutil
 
     from triton.runtime.jit import KernelInterface
 
     import dsv4_ops._triton
 
-    found: dict[str, list[str]] = {}
-    for module in pkgutil.iter_modules(dsv4_ops._triton.__path__):
-        values = vars(importlib.import_module(f"dsv4_ops._triton.{module.name}"))
-        found[module.name] = [
-            f"{kernel.__name__}.{parameter}"
-            for kernel in values.values()
-            if isinstance(kernel, KernelInterface) and kernel.__name__.endswith("_kernel")
-            for parameter in kernel.arg_names
-            if not is_constexpr(kernel, parameter) and not parameter.endswith("_ptr") and parameter not in unspecialized(kernel, "do_not_specialize")
-        ]
+    modules = [importlib.import_module(f"dsv4_ops._triton.{m.name}") for m in pkgutil.iter_modules(dsv4_ops._triton.__path__)]
+    launched = {v.__name__: v for module in modules for v in vars(module).values() if isinstance(v, KernelInterface) and v.__name__.endswith("_kernel")}
+    return [
+        f"{name}.{p.name}"
+        for name, kernel in launched.items()
+        for p in jit_function(kernel).params
+        if not (p.is_constexpr or p.name.endswith("_ptr") or p.do_not_specialize)
+    ]
+
+
+def launched_by(name: str) -> list[Compiled]:
+    """What the samples of an op compile."""
+    op, found = BY_NAME[name], []
+    for sample in (*op.samples("cpu"), op.sized("cpu", 3)):
+        mine = testing.clone_args(sample)
+        with launches() as seen:
+            op.triton(*mine.args, **mine.kwargs)  # type: ignore[misc]
+        found += [one for i, one in enumerate(seen) if one not in found + seen[:i]]
     return found
 
 
-def kernel_names(name: str) -> list[str]:
-    op = BY_NAME[name]
-    sample = op.sized("cpu", 2)
-    with launches() as seen:
-        op.triton(*sample.args, **sample.kwargs)  # type: ignore[misc]
-    return [kernel for kernel, _ in seen]
+def compile_for(found: Sequence[Compiled], capability: int) -> None:
+    from triton._utils import find_paths_if, get_iterable_path
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as triton_compile
+
+    for one in found:
+        kernel = getattr(importlib.import_module(one.module), one.kernel)
+        special = [None if one.signature[p] == "constexpr" else one.special[p] for p in one.signature]
+        divisible = find_paths_if(special, lambda _, known: known == "D")
+        attributes = {path: [["tt.divisibility", 16]] for path in divisible if "D" in get_iterable_path(special, path)}
+        triton_compile(ASTSource(kernel, one.signature, one.constants, attributes), target=GPUTarget("cuda", capability, 32), options=dict(one.options))
 
 
 # ---- every launcher --------------------------------------------------------------------------------------------------
@@ -302,18 +335,28 @@ def test_one_compilation_for_all_batch_sizes_and_addresses(op: Op, interpreter: 
 
 
 @needs_triton
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("op", EACH)
+def test_kernels_compile_for_every_architecture(op: Op, capability: int, interpreter: Interpreter, compiler: Interpreter) -> None:
+    """The interpreter takes what the compiler may refuse. On Hopper all that the samples need, elsewhere the first of each kernel."""
+    found = interpreter(launched_by, op.name)
+    first = list({one.kernel: one for one in reversed(found)}.values())
+    assert found
+    compiler(compile_for, found if capability == 90 else first, capability)
+
+
+@needs_triton
 @pytest.mark.parametrize("op", EACH)
 def test_launched_kernels_are_named_so(op: Op, interpreter: Interpreter) -> None:
-    names = interpreter(kernel_names, op.name)
+    """The name is how the next test finds them."""
+    names = {one.kernel for one in interpreter(launched_by, op.name)}
     assert names and all(name.endswith("_kernel") for name in names), names
 
 
 @needs_triton
 def test_counts_do_not_specialize(interpreter: Interpreter) -> None:
     """Every parameter of a kernel that is neither a constant nor a pointer is in ``do_not_specialize``."""
-    found = interpreter(kernels)
-    left = [f"{module}: {parameter}" for module, parameters in found.items() for parameter in parameters if parameter not in SPECIALIZED]
-    assert left == []
+    assert [parameter for parameter in interpreter(specializing) if parameter not in SPECIALIZED] == []
 
 
 def test_exceptions_name_what_exists() -> None:
@@ -332,7 +375,7 @@ def test_exceptions_name_what_exists() -> None:
     ("writes_past_the_end", "elements outside the output were written"),
     ("writes_its_input", "an input was written"),
     ("writes_before_its_input", "memory around an argument was written"),
-    ("dies", "the interpreter's process ended with code -"),
+    ("dies", "Triton's process ended with code -"),
 ])  # fmt: skip
 def test_a_faulty_launcher_is_noticed(toy: str, complaint: str, interpreter: Interpreter) -> None:
     interpreter(compare_toy, "right")
@@ -344,4 +387,14 @@ def test_a_faulty_launcher_is_noticed(toy: str, complaint: str, interpreter: Int
 def test_a_specializing_launcher_is_noticed(interpreter: Interpreter) -> None:
     assert interpreter(toy_compilations, "right") == []
     (varying,) = interpreter(toy_compilations, "block_by_count")
-    assert varying.startswith("_double_kernel.BLOCK: [16, 32]")
+    assert varying.startswith("_double_kernel.BLOCK: [('constexpr', 16), ('constexpr', 32)]")
+
+
+@needs_triton
+def test_a_kernel_that_does_not_compile_is_noticed(compiler: Interpreter) -> None:
+    signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32", "shift_in": "constexpr", "shift_out": "i64", "BLOCK": "constexpr"}
+    special = {"x_ptr": "", "y_ptr": "D", "n": None, "shift_in": 1, "shift_out": "D", "BLOCK": 16}
+    good = Compiled("tests.triton_toys", "_double_kernel", signature, special, {(3,): 1, (5,): 16}, {"num_warps": 2})
+    compiler(compile_for, [good], 90)
+    with pytest.raises(pytest.fail.Exception, match="power of 2"):
+        compiler(compile_for, [replace(good, constants={(3,): 1, (5,): 17})], 90)

@@ -138,6 +138,14 @@ def _causal_torch(
     return indices, lens.to(torch.int32)
 
 
+def _causal_triton(
+    positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from ._triton import swa_indices as kernels
+
+    return kernels.causal_swa_indices(positions, token_to_req_indices, is_valid_token, block_table, block_size=block_size, window=window, width=width)
+
+
 def _causal_fake(
     positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,6 +210,7 @@ CAUSAL_SWA_INDICES.implement(
     check=_causal_check,
     reference=_causal_reference,
     torch_impl=_causal_torch,
+    triton=_causal_triton,
     fake=_causal_fake,
     samples=_causal_samples,
     sized=_causal_sized,
@@ -334,6 +343,24 @@ def _draft_torch(
     return indices.repeat_interleave(block_queries, 0), lens.to(torch.int32).repeat_interleave(block_queries, 0)
 
 
+def _draft_triton(
+    committed_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    is_valid_req: torch.Tensor,
+    *,
+    block_size: int,
+    window: int,
+    block_queries: int,
+    width: int,
+    draft_start: torch.Tensor | None = None,
+    max_model_len: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from ._triton import swa_indices as kernels
+
+    sizes = {"block_size": block_size, "window": window, "block_queries": block_queries, "width": width}
+    return kernels.draft_swa_indices(committed_lens, block_table, is_valid_req, **sizes, draft_start=draft_start, max_model_len=max_model_len)
+
+
 def _draft_fake(
     committed_lens: torch.Tensor,
     block_table: torch.Tensor,
@@ -408,6 +435,7 @@ DRAFT_SWA_INDICES.implement(
     check=_draft_check,
     reference=_draft_reference,
     torch_impl=_draft_torch,
+    triton=_draft_triton,
     fake=_draft_fake,
     samples=_draft_samples,
     sized=_draft_sized,

@@ -1,0 +1,46 @@
+"""How the kernels of this package are compiled and launched."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+
+def compile_once(*, aligned: tuple[str, ...]) -> Callable[[Callable[..., Any]], Any]:
+    """``triton.jit`` of a kernel that is compiled for its constants and dtypes alone.
+
+    By default Triton compiles again when an integer becomes 1 or divisible by 16, or an address is no longer a multiple
+    of 16 bytes: in serving, that is a stall in the middle of a batch. ``aligned`` names pointers whose addresses are
+    multiples of 16 always, because the launcher allocates them.
+    """
+
+    def jit(kernel: Callable[..., Any]) -> Any:
+        parameters = inspect.signature(kernel).parameters.values()
+        general = [p.name for p in parameters if "constexpr" not in str(p.annotation) and p.name not in aligned]
+        return triton.jit(kernel, do_not_specialize=general, do_not_specialize_on_alignment=general)
+
+    return jit
+
+
+def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
+    """Start ``programs`` programs on ``device``, which need not be the current one; none for an empty output."""
+    if programs == 0:
+        return
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        kernel[(programs,)](*args, **constants)
+    else:
+        with torch.cuda.device(device):
+            kernel[(programs,)](*args, **constants)
+
+
+def tile(width: int, elements: int, widest: int = 1024) -> tuple[int, int, int]:
+    """Rows and columns of one program's part of a ``[n, width]`` output, and how many parts a row has.
+
+    From the static width alone, never from n: another number of rows must not be another kernel.
+    """
+    columns = min(triton.next_power_of_2(max(width, 1)), widest)
+    return max(1, elements // columns), columns, max(1, triton.cdiv(width, columns))

@@ -1,0 +1,225 @@
+"""Sliding-window index rows. A program writes a few rows; what it needs of them is loaded together, then the pages."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launching import compile_once, launch, tile
+from .slots import slot_at, token_request
+
+ELEMENTS = 512  # a program's part: rows of 128 columns fill 132 processors from 528 tokens on, and 1024 rows are 256 programs
+
+
+@compile_once(aligned=("indices_ptr", "lens_ptr"))
+def causal_swa_kernel(
+    indices_ptr,
+    lens_ptr,
+    positions_ptr,
+    requests_ptr,
+    valid_ptr,
+    table_ptr,
+    tokens,
+    num_reqs,
+    blocks,
+    position_stride,
+    request_stride,
+    valid_stride,
+    table_stride,
+    TABLE_COLUMN_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    part, first_token = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64) * ROWS
+    token = first_token + tl.arange(0, ROWS)
+    live = token < tokens
+    position = tl.load(positions_ptr + token * position_stride, mask=live, other=-1)
+    request, has_request = token_request(requests_ptr, request_stride, valid_ptr, valid_stride, token, live, num_reqs)
+    first = tl.maximum(position - (WINDOW - 1), 0)
+    length = tl.where(has_request & (position >= 0), position - first + 1, 0).to(tl.int32)
+    _window(
+        indices_ptr,
+        table_ptr,
+        first_token,
+        part * COLUMNS,
+        tokens,
+        request * table_stride,
+        blocks,
+        first,
+        length,
+        TABLE_COLUMN_STRIDE,
+        BLOCK_SIZE,
+        WIDTH,
+        ROWS,
+        COLUMNS,
+    )
+    tl.store(lens_ptr + token, length, mask=live & (part == 0))
+
+
+@compile_once(aligned=("indices_ptr", "lens_ptr"))
+def draft_swa_kernel(
+    indices_ptr,
+    lens_ptr,
+    committed_ptr,
+    valid_ptr,
+    start_ptr,
+    table_ptr,
+    num_rows,
+    blocks,
+    max_model_len,
+    committed_stride,
+    valid_stride,
+    start_stride,
+    table_stride,
+    TABLE_COLUMN_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    part, first_row = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    request = row // QUERIES
+    live = row < num_rows
+    committed = tl.load(committed_ptr + request * committed_stride, mask=live, other=0).to(tl.int64)
+    valid = tl.load(valid_ptr + request * valid_stride, mask=live, other=0)
+    first = tl.maximum(committed - WINDOW, 0)
+    if start_ptr is not None:
+        first = tl.maximum(first, tl.load(start_ptr + request * start_stride, mask=live, other=0).to(tl.int64))
+    length = tl.where((valid != 0) & (committed > 0), tl.maximum(committed + QUERIES - first, 0), 0).to(tl.int32)
+    # A position at or past the limit is a hole: the row keeps its length.
+    with_kv = tl.minimum(length, tl.maximum(max_model_len - first, 0)).to(tl.int32)
+    _window(
+        indices_ptr,
+        table_ptr,
+        first_row,
+        part * COLUMNS,
+        num_rows,
+        request * table_stride,
+        blocks,
+        first,
+        with_kv,
+        TABLE_COLUMN_STRIDE,
+        BLOCK_SIZE,
+        WIDTH,
+        ROWS,
+        COLUMNS,
+    )
+    tl.store(lens_ptr + row, length, mask=live & (part == 0))
+
+
+@triton.jit
+def _window(
+    indices_ptr,
+    table_ptr,
+    first_row,
+    first_column,
+    num_rows,
+    table_row,
+    blocks,
+    first,
+    length,
+    TABLE_COLUMN_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write the slots of positions ``first + column`` where ``column < length``, else -1."""
+    column = first_column + tl.arange(0, COLUMNS)
+    block = first // BLOCK_SIZE
+    ahead = (first - block * BLOCK_SIZE).to(tl.uint32)[:, None] + column.to(tl.uint32)[None, :]
+    block = tl.minimum(block, blocks).to(tl.uint32)[:, None]
+    listed = column[None, :] < length[:, None]
+    slot = slot_at(table_ptr, table_row[:, None], TABLE_COLUMN_STRIDE, blocks, block, ahead, listed, BLOCK_SIZE)
+    place = tl.arange(0, ROWS * COLUMNS)
+    row, column = first_row + place // COLUMNS, first_column + place % COLUMNS
+    tl.store(indices_ptr + (row * WIDTH + column), slot, mask=(row < num_rows) & (column < WIDTH))
+
+
+def causal_swa_indices(
+    positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = positions.shape[0]
+    indices, lens = positions.new_empty((tokens, width), dtype=torch.int32), positions.new_empty((tokens,), dtype=torch.int32)
+    rows, columns, parts = tile(width, ELEMENTS)
+    launch(
+        causal_swa_kernel,
+        triton.cdiv(tokens, rows) * parts,
+        positions.device,
+        indices,
+        lens,
+        positions,
+        token_to_req_indices,
+        is_valid_token,
+        block_table,
+        tokens,
+        block_table.shape[0],
+        min(block_table.shape[1], 2**31 - 1),
+        positions.stride(0),
+        token_to_req_indices.stride(0),
+        is_valid_token.stride(0),
+        block_table.stride(0),
+        TABLE_COLUMN_STRIDE=block_table.stride(1),
+        BLOCK_SIZE=block_size,
+        WINDOW=window,
+        WIDTH=width,
+        ROWS=rows,
+        COLUMNS=columns,
+        PARTS=parts,
+        num_warps=4,
+    )
+    return indices, lens
+
+
+def draft_swa_indices(
+    committed_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    is_valid_req: torch.Tensor,
+    *,
+    block_size: int,
+    window: int,
+    block_queries: int,
+    width: int,
+    draft_start: torch.Tensor | None,
+    max_model_len: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows = committed_lens.shape[0] * block_queries
+    indices, lens = committed_lens.new_empty((num_rows, width)), committed_lens.new_empty((num_rows,))
+    rows, columns, parts = tile(width, ELEMENTS)
+    launch(
+        draft_swa_kernel,
+        triton.cdiv(num_rows, rows) * parts,
+        committed_lens.device,
+        indices,
+        lens,
+        committed_lens,
+        is_valid_req,
+        draft_start,
+        block_table,
+        num_rows,
+        min(block_table.shape[1], 2**31 - 1),
+        2**63 - 1 if max_model_len is None else max_model_len,
+        committed_lens.stride(0),
+        is_valid_req.stride(0),
+        0 if draft_start is None else draft_start.stride(0),
+        block_table.stride(0),
+        TABLE_COLUMN_STRIDE=block_table.stride(1),
+        BLOCK_SIZE=block_size,
+        WINDOW=window,
+        QUERIES=block_queries,
+        WIDTH=width,
+        ROWS=rows,
+        COLUMNS=columns,
+        PARTS=parts,
+        num_warps=4,
+    )
+    return indices, lens

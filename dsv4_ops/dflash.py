@@ -450,8 +450,7 @@ def _torch(a: _Arguments) -> tuple[torch.Tensor, ...]:
     )
 
 
-@_unpacked
-def _fake(a: _Arguments) -> tuple[torch.Tensor, ...]:
+def _outputs(a: _Arguments) -> tuple[torch.Tensor, ...]:
     def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return a.target_positions.new_empty(shape, dtype=dtype)
 
@@ -461,6 +460,18 @@ def _fake(a: _Arguments) -> tuple[torch.Tensor, ...]:
         new(i32, a.max_tokens), new(i64, a.max_tokens), new(torch.bool, a.max_tokens), new(i32, a.max_reqs + 1), new(i32, a.max_reqs), new(i64, groups, a.max_tokens),
         new(i64, tokens), new(i64, groups, tokens), new(i64, sampled), new(i64, sampled), new(i32, sampled), new(torch.float32, states), new(i64, states),
     )  # fmt: skip
+
+
+_fake = _unpacked(_outputs)
+
+
+@_unpacked
+def _triton(a: _Arguments) -> tuple[torch.Tensor, ...]:
+    from ._triton import dflash as kernels
+
+    outputs = _outputs(a)
+    kernels.prepare_dflash_inputs(a, outputs)
+    return outputs
 
 
 def _make(
@@ -512,6 +523,8 @@ def _samples(device: torch.device | str, seed: int = 0) -> Iterator[Sample]:
     yield Sample("context parallel, a replica beside a sharded group", *_make(device, generator, [4, 6], groups=(4, 8), cp=(1, 2, 2), sharded=[True, False]))
     yield Sample("short tables", *_make(device, generator, [3, 3, 3], blocks=3))
     yield Sample("empty tables, near the limit", *_make(device, generator, [2] * 6, groups=(4, 4), blocks=0, n=5, max_model_len=9))
+    yield Sample("nine groups", *_make(device, generator, [2, 5], groups=(4, 1, 2, 16, 4, 8, 3, 64, 4)))
+    yield Sample("many requests, some without tokens", *_make(device, generator, [4, 0, 9, 1, 6] * 14, spare=5, pad=20))
     args, kwargs = _make(device, generator, [3] * 8, anchor=True)
     low, high = -(2**31), 2**31 - 1
     args[0][::4] = torch.tensor([-(2**63), -1, 2**63 - 1, 39, 40, 0], device=device)
@@ -558,4 +571,4 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     yield wrong("max_model_len 0", "max_model_len must be between 1", max_model_len=0)
 
 
-PREPARE_DFLASH_INPUTS.implement(check=_check, reference=_reference, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs, torch_impl=_torch)
+PREPARE_DFLASH_INPUTS.implement(check=_check, reference=_reference, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs, torch_impl=_torch, triton=_triton)

@@ -1,0 +1,231 @@
+"""Draft inputs in one launch: query rows, then context rows, in disjoint ranges of programs.
+
+A program of the first range writes ROWS consecutive query rows and all that goes with them (per-request lengths, sampling
+entries, copies of the request states), padding by the same path with its loads masked off; one of the second range writes
+ROWS context rows. Nothing loops over padding: a program's chain of loads is as long as one row's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .launching import compile_once, launch
+
+GROUPS = 8
+"""KV groups of one launch: each has parameters of its own."""
+
+ROWS = 128
+CHUNK = 1024
+SPAN = 32
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _running_before(starts_ptr, starts_stride, end, CHUNK: tl.constexpr):
+    """Largest of 0 and the entries ``[0, end)`` of ``query_start_loc``."""
+    largest = tl.full((), 0, tl.int32)
+    begin = tl.full((), 0, tl.int32)
+    while begin < end:
+        k = begin + tl.arange(0, CHUNK)
+        entries = tl.load(starts_ptr + k.to(tl.int64) * starts_stride, mask=k < end, other=0)
+        largest = tl.maximum(largest, tl.max(entries, 0))
+        begin += CHUNK
+    return largest
+
+
+@triton.jit
+def _slots(table_ptr, row_stride, blocks, request, position, ok, rank, SIZE: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """Slots of positions (int64, not negative where ``ok``) in one KV group; -1 where not ``ok``, not mapped, or of another rank."""
+    SPREAD: tl.constexpr = SIZE * RANKS
+    entry = position // SPREAD
+    block = tl.load(table_ptr + request.to(tl.int64) * row_stride + entry, mask=ok & (entry < blocks), other=0).to(tl.int64)
+    offset = position % SPREAD
+    mapped = block > 0
+    if RANKS > 1:
+        mapped &= position // INTERLEAVE % RANKS == rank
+        offset = offset // (INTERLEAVE * RANKS) * INTERLEAVE + position % INTERLEAVE
+    return tl.where(mapped, block * SIZE + offset, -1)
+
+
+@triton.jit
+def _first_query(
+    request, here, running, positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride,
+    num_rejected_ptr, num_rejected_stride, tokens, states, max_model_len,
+):  # fmt: skip
+    """First query position of requests (where ``here``), whether they are live, and their state; ``running`` is the running
+    maximum of ``query_start_loc`` up to and with their own entry."""
+    following = tl.load(starts_ptr + (request + 1) * starts_stride, mask=here, other=0)
+    state = tl.load(idx_mapping_ptr + request * idx_mapping_stride, mask=here, other=-1)
+    rejected = tl.load(num_rejected_ptr + request * num_rejected_stride, mask=here, other=0)
+    start = tl.minimum(running, tokens)
+    length = tl.minimum(tl.maximum(running, following), tokens) - start
+    known = here & (length > 0) & (state >= 0) & (state < states)
+    kept = length - tl.minimum(tl.maximum(rejected, 0), length)
+    last = start + tl.maximum(kept - 1, 0)
+    target = tl.load(positions_ptr + last.to(tl.int64) * positions_stride, mask=known, other=0)
+    # Clamped first, so that one more cannot overflow: nothing past max_model_len is ever written.
+    target = tl.minimum(tl.maximum(target, -1), max_model_len)
+    first = tl.maximum(target + (kept > 0).to(tl.int64), 0)
+    return first, known & (first < max_model_len), state
+
+
+@triton.jit
+def _query_rows(
+    program, input_ids_ptr, out_positions_ptr, is_padding_ptr, out_starts_ptr, seq_lens_ptr, query_slots_ptr,
+    sample_indices_ptr, sample_pos_ptr, sample_idx_mapping_ptr, out_temperature_ptr, out_seeds_ptr,
+    positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride, num_sampled_ptr, num_sampled_stride,
+    num_rejected_ptr, num_rejected_stride, last_sampled_ptr, last_sampled_stride, next_prefill_ptr, next_prefill_stride,
+    temperature_ptr, temperature_stride, seeds_ptr, seeds_stride, tables, table_strides, table_blocks,
+    tokens, requests, states, max_reqs, max_tokens, max_model_len, mask_token_id, cp_rank,
+    SAMPLES: tl.constexpr, QUERIES: tl.constexpr, SIZES: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr, FIRST_GROUP: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    begin = program.to(tl.int64) * ROWS
+    row = begin + tl.arange(0, ROWS)
+    request, offset = row // QUERIES, row % QUERIES
+    here = request < requests
+    temperature = tl.load(temperature_ptr + row * temperature_stride, mask=row < states, other=0.0)
+    seed = tl.load(seeds_ptr + row * seeds_stride, mask=row < states, other=0)
+    own = tl.load(starts_ptr + request * starts_stride, mask=here, other=0)
+    sampled = tl.load(num_sampled_ptr + request * num_sampled_stride, mask=here, other=0) > 0
+    # Rows are in the order of their requests, so a scan over them runs over requests.
+    running = _running_before(starts_ptr, starts_stride, tl.where(begin // QUERIES < requests, begin // QUERIES, 0).to(tl.int32), CHUNK)
+    running = tl.maximum(tl.associative_scan(own, 0, _larger), running)
+    first, live, state = _first_query(
+        request, here, running, positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride,
+        num_rejected_ptr, num_rejected_stride, tokens, states, max_model_len,
+    )  # fmt: skip
+    anchored = live & (offset == 0)
+    last = tl.load(last_sampled_ptr + state.to(tl.int64) * last_sampled_stride, mask=anchored & sampled, other=0)
+    prompt = tl.load(next_prefill_ptr + state.to(tl.int64) * next_prefill_stride, mask=anchored & (sampled == 0), other=0)
+    anchor = tl.minimum(tl.maximum(tl.where(sampled, last, prompt), 0), 2147483647).to(tl.int32)
+    position = first + offset
+    inside = live & (position < max_model_len)
+
+    stored = row < max_tokens
+    tl.store(input_ids_ptr + row, tl.where(live, tl.where(offset == 0, anchor, mask_token_id), 0), mask=stored)
+    tl.store(out_positions_ptr + row, tl.where(live, tl.minimum(position, max_model_len - 1), 0), mask=stored)
+    tl.store(is_padding_ptr + row, live == 0, mask=stored)
+    for g in tl.static_range(len(SIZES)):
+        slots = _slots(tables[g], table_strides[g], table_blocks[g], request, position, inside, cp_rank, SIZES[g], RANKS[g], INTERLEAVE)
+        tl.store(query_slots_ptr + (FIRST_GROUP + g) * max_tokens.to(tl.int64) + row, slots, mask=stored)
+
+    sample = offset - (QUERIES - SAMPLES)
+    place = request * SAMPLES + sample
+    stored = (request < max_reqs) & (sample >= 0)
+    tl.store(sample_indices_ptr + place, tl.where(live, row, 0), mask=stored)
+    tl.store(sample_pos_ptr + place, tl.where(live, position + (SAMPLES == QUERIES), 0), mask=stored)
+    tl.store(sample_idx_mapping_ptr + place, tl.where(inside & sampled, state, -1), mask=stored)
+
+    heads = offset == 0
+    tl.store(out_starts_ptr + request, tl.minimum(request, requests) * QUERIES, mask=heads & (request <= max_reqs))
+    tl.store(seq_lens_ptr + request, tl.where(live, tl.minimum(first + QUERIES, max_model_len), 0), mask=heads & (request < max_reqs))
+    tl.store(out_temperature_ptr + row, temperature, mask=row < states)
+    tl.store(out_seeds_ptr + row, seed, mask=row < states)
+
+
+@triton.jit
+def _context_rows(
+    program, context_positions_ptr, context_slots_ptr, positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride,
+    num_rejected_ptr, num_rejected_stride, tables, table_strides, table_blocks, tokens, requests, states, max_model_len, cp_rank,
+    SIZES: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr, FIRST_GROUP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    begin = program.to(tl.int64) * ROWS
+    token = begin + tl.arange(0, ROWS)
+    stored = token < tokens
+    position = tl.load(positions_ptr + token * positions_stride, mask=stored, other=0)
+    # A token's request is the one before the first later start past the token: a rule that needs no running maximum. Those of
+    # the first and the last token of the program bound what has to be searched for the others.
+    none = tl.full((), 0, tl.int32) + requests
+    low, high, k0 = none, none, tl.full((), 0, tl.int32)
+    last = tl.minimum(begin + ROWS, tokens) - 1
+    while k0 < requests:
+        k = k0 + tl.arange(0, CHUNK)
+        end = tl.load(starts_ptr + (k + 1).to(tl.int64) * starts_stride, mask=k < requests, other=-1)
+        low = tl.minimum(low, tl.min(tl.where(end > begin, k, requests), 0))
+        high = tl.minimum(high, tl.min(tl.where(end > last, k, requests), 0))
+        k0 += CHUNK
+    owner = tl.full((ROWS,), 0, tl.int32) + requests
+    k0 = low
+    while k0 < tl.minimum(high + 1, requests):
+        k = k0 + tl.arange(0, SPAN)
+        end = tl.load(starts_ptr + (k + 1).to(tl.int64) * starts_stride, mask=k < requests, other=-1)
+        owner = tl.minimum(owner, tl.min(tl.where(end[None, :] > token[:, None], k[None, :], requests), 1))
+        k0 += SPAN
+    owned = stored & (owner < requests) & (tl.load(starts_ptr) <= token)
+    end = tl.load(starts_ptr + (owner + 1).to(tl.int64) * starts_stride, mask=owned, other=0)
+    state = tl.load(idx_mapping_ptr + owner.to(tl.int64) * idx_mapping_stride, mask=owned, other=-1)
+    rejected = tl.load(num_rejected_ptr + owner.to(tl.int64) * num_rejected_stride, mask=owned, other=0).to(tl.int64)
+    keep = owned & (state >= 0) & (state < states) & (token < tl.minimum(end, tokens) - tl.maximum(rejected, 0))
+    keep &= (position >= 0) & (position < max_model_len)
+    tl.store(context_positions_ptr + token, tl.where(keep, position, 0), mask=stored)
+    for g in tl.static_range(len(SIZES)):
+        slots = _slots(tables[g], table_strides[g], table_blocks[g], owner, position, keep, cp_rank, SIZES[g], RANKS[g], INTERLEAVE)
+        tl.store(context_slots_ptr + (FIRST_GROUP + g) * tokens.to(tl.int64) + token, slots, mask=stored)
+
+
+@compile_once(aligned=(
+    "input_ids_ptr", "out_positions_ptr", "is_padding_ptr", "out_starts_ptr", "seq_lens_ptr", "query_slots_ptr", "context_positions_ptr",
+    "context_slots_ptr", "sample_indices_ptr", "sample_pos_ptr", "sample_idx_mapping_ptr", "out_temperature_ptr", "out_seeds_ptr",
+))  # fmt: skip
+def prepare_dflash_inputs_kernel(
+    input_ids_ptr, out_positions_ptr, is_padding_ptr, out_starts_ptr, seq_lens_ptr, query_slots_ptr, context_positions_ptr, context_slots_ptr,
+    sample_indices_ptr, sample_pos_ptr, sample_idx_mapping_ptr, out_temperature_ptr, out_seeds_ptr,
+    positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride, num_sampled_ptr, num_sampled_stride,
+    num_rejected_ptr, num_rejected_stride, last_sampled_ptr, last_sampled_stride, next_prefill_ptr, next_prefill_stride,
+    temperature_ptr, temperature_stride, seeds_ptr, seeds_stride,
+    table0_ptr, table1_ptr, table2_ptr, table3_ptr, table4_ptr, table5_ptr, table6_ptr, table7_ptr,
+    table0_stride, table1_stride, table2_stride, table3_stride, table4_stride, table5_stride, table6_stride, table7_stride,
+    table0_blocks, table1_blocks, table2_blocks, table3_blocks, table4_blocks, table5_blocks, table6_blocks, table7_blocks,
+    tokens, requests, states, max_reqs, max_tokens, max_model_len, mask_token_id, cp_rank, query_programs,
+    SAMPLES: tl.constexpr, QUERIES: tl.constexpr, SIZES: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr, FIRST_GROUP: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    tables = (table0_ptr, table1_ptr, table2_ptr, table3_ptr, table4_ptr, table5_ptr, table6_ptr, table7_ptr)
+    table_strides = (table0_stride, table1_stride, table2_stride, table3_stride, table4_stride, table5_stride, table6_stride, table7_stride)
+    table_blocks = (table0_blocks, table1_blocks, table2_blocks, table3_blocks, table4_blocks, table5_blocks, table6_blocks, table7_blocks)
+    program = tl.program_id(0)
+    if program < query_programs:
+        _query_rows(
+            program, input_ids_ptr, out_positions_ptr, is_padding_ptr, out_starts_ptr, seq_lens_ptr, query_slots_ptr,
+            sample_indices_ptr, sample_pos_ptr, sample_idx_mapping_ptr, out_temperature_ptr, out_seeds_ptr,
+            positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride, num_sampled_ptr, num_sampled_stride,
+            num_rejected_ptr, num_rejected_stride, last_sampled_ptr, last_sampled_stride, next_prefill_ptr, next_prefill_stride,
+            temperature_ptr, temperature_stride, seeds_ptr, seeds_stride, tables, table_strides, table_blocks,
+            tokens, requests, states, max_reqs, max_tokens, max_model_len, mask_token_id, cp_rank,
+            SAMPLES, QUERIES, SIZES, RANKS, INTERLEAVE, FIRST_GROUP, ROWS, CHUNK,
+        )  # fmt: skip
+    else:
+        _context_rows(
+            program - query_programs, context_positions_ptr, context_slots_ptr, positions_ptr, positions_stride, starts_ptr, starts_stride,
+            idx_mapping_ptr, idx_mapping_stride, num_rejected_ptr, num_rejected_stride, tables, table_strides, table_blocks,
+            tokens, requests, states, max_model_len, cp_rank, SIZES, RANKS, INTERLEAVE, FIRST_GROUP, ROWS, CHUNK, SPAN,
+        )  # fmt: skip
+
+
+def prepare_dflash_inputs(a: Any, outputs: tuple[torch.Tensor, ...]) -> None:
+    """Fill ``outputs`` (the op's, in order) from the arguments ``a`` of the op. Past GROUPS groups, a launch for each GROUPS."""
+    queries, states, tokens = a.queries, a.last_sampled.shape[0], a.target_positions.shape[0]
+    query_programs = triton.cdiv(max(a.max_tokens, a.max_reqs * queries + 1, states), ROWS)
+    inputs = (
+        a.target_positions, a.query_start_loc, a.idx_mapping, a.num_sampled, a.num_rejected, a.last_sampled, a.next_prefill_tokens, a.temperature, a.seeds,
+    )  # fmt: skip
+    for group in range(0, max(1, len(a.block_tables)), GROUPS):
+        tables, sizes = a.block_tables[group : group + GROUPS], a.block_sizes[group : group + GROUPS]
+        absent = GROUPS - len(tables)
+        launch(
+            prepare_dflash_inputs_kernel, query_programs + triton.cdiv(tokens, ROWS), a.target_positions.device, *outputs,
+            *(item for tensor in inputs for item in (tensor, tensor.stride(0))),
+            *tables, *[None] * absent, *(table.stride(0) for table in tables), *[0] * absent, *(table.shape[1] for table in tables), *[0] * absent,
+            tokens, a.requests, states, a.max_reqs, a.max_tokens, a.max_model_len, a.mask_token_id, a.cp_rank, query_programs,
+            SAMPLES=a.num_speculative_tokens, QUERIES=queries, SIZES=tuple(sizes), RANKS=tuple(a.ranks(group + g) for g in range(len(sizes))),
+            INTERLEAVE=a.cp_interleave, FIRST_GROUP=group, ROWS=ROWS, CHUNK=CHUNK, SPAN=SPAN, num_warps=4,
+        )  # fmt: skip

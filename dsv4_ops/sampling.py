@@ -23,6 +23,7 @@ seeds           int64      [max_reqs]     by request state
 positions       int64      [T]            position of the token being predicted; any int64
 idx_mapping     int32/64   [T]            row to request state; negative or past the table: inert
 stream          int                       STREAM_PLAIN or STREAM_DRAFT (any of the four is taken)
+lane            int                       workspace lane, -1: the ambient one (only the CUDA path takes scratch)
 returns         int64      [T]            token ids in [0, V); 0 for inert rows
 ==============  =========  =============  ==========================================================================
 
@@ -62,18 +63,20 @@ _LARGEST = torch.finfo(torch.float32).max
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 
 GUMBEL_SAMPLE = _registry.define(
-    "gumbel_sample(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, Tensor idx_mapping, int stream=0) -> Tensor", out=("out",)
+    "gumbel_sample(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, Tensor idx_mapping, int stream=0, *, int lane=-1) -> Tensor",
+    out=("out",),
 )
 
 
 def gumbel_sample(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, stream: int = STREAM_PLAIN
-) -> torch.Tensor:
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, stream: int = STREAM_PLAIN,
+    *, lane: int = -1,
+) -> torch.Tensor:  # fmt: skip
     """One token a row, drawn from ``softmax(logits / temperature)`` or greedily: int64 ``[T]``.
 
-    Raises ArgumentError (unknown stream), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    Raises ArgumentError (unknown stream, ``lane`` out of range), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
     """
-    return GUMBEL_SAMPLE(logits, temperature, seeds, positions, idx_mapping, stream)  # type: ignore[no-any-return]
+    return GUMBEL_SAMPLE(logits, temperature, seeds, positions, idx_mapping, stream, lane=lane)  # type: ignore[no-any-return]
 
 
 def check_requests(where: str, temperature: torch.Tensor, seeds: torch.Tensor) -> None:
@@ -82,7 +85,7 @@ def check_requests(where: str, temperature: torch.Tensor, seeds: torch.Tensor) -
     _checks.shape(where, "seeds", seeds, (temperature.shape[0],), "[max_reqs] like temperature")
 
 
-def _check(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, stream: int = 0) -> None:
+def _check(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, stream: int = 0, lane: int = -1) -> None:
     where = "gumbel_sample"
     _checks.tensor(where, "logits", logits, _checks.FLOATS, 2)
     if logits.shape[1] < 1:
@@ -93,6 +96,7 @@ def _check(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
     _checks.tensor(where, "idx_mapping", idx_mapping, _checks.INDEX, 1)
     _checks.shape(where, "idx_mapping", idx_mapping, (logits.shape[0],), "[T], one for each row of logits")
     _checks.integer(where, "stream", stream, STREAM_PLAIN, STREAM_RECOVERY)
+    _checks.lane(where, lane)
     _checks.same_device(where, logits=logits, temperature=temperature, seeds=seeds, positions=positions, idx_mapping=idx_mapping)
 
 
@@ -124,7 +128,7 @@ def reference_draw(law: torch.Tensor, seed: int, position: int, stream: int) -> 
 
 
 def _reference(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, stream: int = 0
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, stream: int = 0, lane: int = -1
 ) -> torch.Tensor:
     ids = []
     for row, position, request in zip(logits, positions.tolist(), idx_mapping.tolist(), strict=True):
@@ -171,7 +175,7 @@ def race(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _torch(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, stream: int = 0
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, stream: int = 0, lane: int = -1
 ) -> torch.Tensor:
     live, random, t, seed = request_state(idx_mapping, temperature, seeds)
     clean = clean_logits(logits)
@@ -181,7 +185,15 @@ def _torch(
     return torch.where(live, ids, 0)
 
 
-def _fake(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, stream: int = 0) -> torch.Tensor:
+def _triton(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, stream: int = 0, lane: int = -1
+) -> torch.Tensor:
+    from ._triton import sampling as kernels
+
+    return kernels.gumbel_sample(logits, temperature, seeds, positions, idx_mapping, stream, lane)
+
+
+def _fake(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, stream: int = 0, lane: int = -1) -> torch.Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int64)
 
 
@@ -204,7 +216,7 @@ def _samples(device: torch.device | str, seed: int = 0) -> Iterator[Sample]:
     yield Sample("mixed batch", (*_args(device, 7, 37, seed),))
     yield Sample("bf16, draft stream", (*_args(device, 5, 64, seed, torch.bfloat16), STREAM_DRAFT))
     yield Sample("no rows", (*_args(device, 0, 8, seed),))
-    yield Sample("one column", (*_args(device, 3, 1, seed),))
+    yield Sample("one column", (*_args(device, 3, 1, seed),), {"lane": 1})
     logits, temperature, seeds, positions, mapping = _args(device, 6, 21, seed)
     yield Sample("no requests: all inert", (logits, temperature[:0], seeds[:0], positions, mapping))
     extremes = torch.tensor([-1, 0, 5, 6, 2**31 - 1, -(2**31)], dtype=torch.int32, device=device)
@@ -232,8 +244,9 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     yield BadInput("fewer positions", (logits, temperature, seeds, positions[:3], mapping), ArgumentShapeError, "positions must be of shape [T]")
     yield BadInput("mapping by token", (logits, temperature, seeds, positions, mapping[:2]), ArgumentShapeError, "idx_mapping must be of shape [T]")
     yield BadInput("stream 4", (logits, temperature, seeds, positions, mapping, 4), ArgumentError, "stream must be between 0 and 3, got 4")
+    yield BadInput("lane 16", (logits, temperature, seeds, positions, mapping), ArgumentError, "lane must be between -1 and 15, got 16", {"lane": 16})
 
 
 GUMBEL_SAMPLE.implement(
-    check=_check, reference=_reference, torch_impl=_torch, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs
+    check=_check, reference=_reference, torch_impl=_torch, triton=_triton, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs
 )

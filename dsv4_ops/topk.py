@@ -137,6 +137,14 @@ def _topk_torch(logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
+def _topk_triton(logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int | None = None, lane: int = -1) -> torch.Tensor:
+    from ._triton import topk as kernels
+
+    indices = _topk_fake(logits, lengths, k)
+    kernels.launch(logits, lengths, k, max_seq_len, None, indices)
+    return indices
+
+
 def _topk_fake(logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int | None = None, lane: int = -1) -> torch.Tensor:
     return logits.new_empty((logits.shape[0], k), dtype=torch.int32)
 
@@ -221,6 +229,14 @@ def _topk_values_reference(logits: torch.Tensor, lengths: torch.Tensor, k: int, 
 
 def _topk_values_torch(logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int | None = None, lane: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
     return _with_values(logits, _topk_torch(logits, lengths, k, max_seq_len))
+
+
+def _topk_values_triton(logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int | None = None, lane: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
+    from ._triton import topk as kernels
+
+    values, indices = _topk_values_fake(logits, lengths, k)
+    kernels.launch(logits, lengths, k, max_seq_len, values, indices)
+    return values, indices
 
 
 def _topk_values_fake(logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int | None = None, lane: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -322,11 +338,11 @@ def _topk_merge_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 
 TOPK.implement(
-    check=_topk_check, reference=_topk_reference, torch_impl=_topk_torch, fake=_topk_fake, cpp=("cpu", "cuda"),
+    check=_topk_check, reference=_topk_reference, torch_impl=_topk_torch, triton=_topk_triton, fake=_topk_fake, cpp=("cpu", "cuda"),
     samples=_topk_samples, sized=_topk_sized, bad_inputs=_topk_bad_inputs,
 )  # fmt: skip
 TOPK_VALUES.implement(
-    check=_topk_values_check, reference=_topk_values_reference, torch_impl=_topk_values_torch, fake=_topk_values_fake, cpp=("cpu", "cuda"),
+    check=_topk_values_check, reference=_topk_values_reference, torch_impl=_topk_values_torch, triton=_topk_values_triton, fake=_topk_values_fake, cpp=("cpu", "cuda"),
     samples=_topk_samples, sized=_topk_sized, bad_inputs=_topk_values_bad_inputs,
 )  # fmt: skip
 TOPK_MERGE.implement(

@@ -1,0 +1,108 @@
+"""Row-wise top-k, one program a row: for CUDA machines without the compiled part.
+
+Scores become int32 keys of their order. The k-th largest key of a row is found two bits at a time, by counting how many
+keys reach each of three bounds; then the columns above it and the first of those equal to it are written in order. A
+row is read once for each two bits and once for writing, in blocks, whatever its scores; every loop ends by its length.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK, WARPS = 2048, 8
+
+
+@triton.jit
+def _load(row_ptr, begin, length, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Columns from ``begin`` on, their scores, and int32 keys that order them; NaN and columns past ``length`` have the lowest key of all."""
+    columns = begin + tl.arange(0, BLOCK)
+    within = columns < length
+    scores = tl.load(row_ptr + columns, mask=within, other=0)
+    LOWEST: tl.constexpr = -(1 << (BITS - 1))
+    if BITS == 32:
+        bits = scores.to(tl.int32, bitcast=True)
+        infinity: tl.constexpr = 0x7F800000
+    else:
+        bits = scores.to(tl.int16, bitcast=True).to(tl.int32)
+        infinity: tl.constexpr = 0x7F80
+    magnitude = bits & (-1 - LOWEST)
+    keys = tl.where(bits < 0, -magnitude, magnitude)  # equal zeros have equal keys
+    return columns, scores, tl.where(within & (magnitude <= infinity), keys, LOWEST)
+
+
+@triton.jit(
+    do_not_specialize=["row_stride", "entries", "inner", "outer_stride", "inner_stride", "limit", "k"],
+    do_not_specialize_on_alignment=["logits_ptr", "lengths_ptr"],
+)
+def topk_kernel(
+    logits_ptr, row_stride, lengths_ptr, entries, inner, outer_stride, inner_stride, limit, k, values_ptr, indices_ptr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Length of row i: element ``[i // inner, i % inner]`` of ``lengths``, 0 from row ``entries`` on, at most ``limit``."""
+    LOWEST: tl.constexpr = -(1 << (BITS - 1))
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths_ptr + row // inner * outer_stride + row % inner * inner_stride, mask=row < entries, other=0).to(tl.int64)
+    length = tl.minimum(tl.maximum(length, 0), limit)
+    row_ptr = logits_ptr + row * row_stride
+    k = k.to(tl.int32)
+
+    # ``bound``: the largest key that at least k columns reach, LOWEST if none; ``above``: how many pass it.
+    bound = tl.full((), LOWEST, tl.int32)
+    above = tl.full((), 0, tl.int32)
+    step = tl.full((), 1 << (BITS - 2), tl.int32)
+    for _digit in range(0, tl.where(length > k, BITS // 2, 0)):
+        reach_1 = tl.zeros((BLOCK,), tl.int32)
+        reach_2 = tl.zeros((BLOCK,), tl.int32)
+        reach_3 = tl.zeros((BLOCK,), tl.int32)
+        for begin in range(0, length, BLOCK):
+            _columns, _scores, keys = _load(row_ptr, begin, length, BLOCK, BITS)
+            reach_1 += (keys >= bound + step).to(tl.int32)
+            reach_2 += (keys >= bound + step + step).to(tl.int32)
+            reach_3 += (keys >= bound + step + step + step).to(tl.int32)
+        count_1, count_2, count_3 = tl.sum(reach_1), tl.sum(reach_2), tl.sum(reach_3)
+        above = tl.where(count_3 >= k, above, tl.where(count_2 >= k, count_3, tl.where(count_1 >= k, count_2, count_1)))
+        steps = (count_1 >= k).to(tl.int32) + (count_2 >= k).to(tl.int32) + (count_3 >= k).to(tl.int32)
+        bound += steps * step
+        step = step >> 2
+
+    # Columns above the bound and the first ``k - above`` equal to it, in order. One running sum counts both: a block has
+    # less than 2**16 of either.
+    indices_ptr += row * k
+    if values_ptr is not None:
+        values_ptr += row * k
+    written = tl.full((), 0, tl.int32)
+    ties = k - above
+    for begin in range(0, length, BLOCK):
+        columns, scores, keys = _load(row_ptr, begin, length, BLOCK, BITS)
+        better = (keys > bound).to(tl.int32)
+        tied = ((keys == bound) & (keys > LOWEST)).to(tl.int32)
+        sums = tl.cumsum(better + (tied << 16))
+        better_before, tied_before = (sums & 0xFFFF) - better, (sums >> 16) - tied
+        take = (better > 0) | ((tied > 0) & (tied_before < ties))
+        place = written + better_before + tl.minimum(tied_before, ties)
+        tl.store(indices_ptr + place, columns.to(tl.int32), mask=take)
+        if values_ptr is not None:
+            tl.store(values_ptr + place, scores, mask=take)
+        block_tied = tl.minimum(tl.sum(tied), ties)
+        written += tl.sum(better) + block_tied
+        ties -= block_tied
+    for begin in range(0, k, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        rest = (place >= written) & (place < k)
+        tl.store(indices_ptr + place, -1, mask=rest)
+        if values_ptr is not None:
+            tl.store(values_ptr + place, float("-inf"), mask=rest)
+
+
+def launch(logits, lengths, k, max_seq_len, values, indices):
+    """Fill ``indices`` and, where given, ``values``, both contiguous ``[rows, k]``."""
+    rows, width = logits.shape
+    if rows == 0:
+        return
+    inner = max(lengths.shape[-1], 1)
+    topk_kernel[(rows,)](
+        logits, logits.stride(0), lengths, lengths.numel(), inner, lengths.stride(0) if lengths.dim() == 2 else 0, lengths.stride(-1),
+        width if max_seq_len is None else min(width, max_seq_len), k, values, indices,
+        BITS=8 * logits.element_size(), BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip

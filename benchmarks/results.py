@@ -29,9 +29,19 @@ def folder() -> Path:
 
 
 def commit() -> str:
-    """The commit of the checkout, or what COMMIT says where the checkout came without its history."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else os.environ.get("COMMIT", "unknown")
+    """The commit of the checkout, with ``-changed`` when sources differ from it; what COMMIT says where the history did not come along."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "--short", "HEAD")
+    if head is None:
+        return os.environ.get("COMMIT") or "unknown"
+    return head + ("-changed" if git("status", "--porcelain", "--", "csrc", "dsv4_ops", "passes", "benchmarks/*.py") else "")
 
 
 def environment() -> dict[str, Any]:
@@ -50,9 +60,13 @@ def environment() -> dict[str, Any]:
     return env
 
 
-def write(topic: str, **content: Any) -> Path:
+def write(topic: str, env: dict[str, Any] | None = None, quiet: bool = False, **content: Any) -> Path:
+    """Write ``<folder>/<topic>.json``; ``env`` is added to what is known of the machine."""
     path = folder() / f"{topic}.json"
-    head = {"topic": topic, "command": f"bash benchmarks/gpu.sh {topic}", "commit": commit(), "date": datetime.date.today().isoformat(), "env": environment()}
+    head = {"topic": topic, "command": f"bash benchmarks/gpu.sh {topic}", "commit": commit(), "date": datetime.date.today().isoformat(), "env": environment() | (env or {})}
     path.write_text(json.dumps({**head, **content}, indent=1) + "\n")
-    print(f"wrote {path}")
+    if not quiet:
+        print(f"wrote {path}")
+        if head["commit"] == "unknown":
+            print("the commit is not recorded: set COMMIT where the checkout has no history")
     return path

@@ -1,0 +1,58 @@
+"""How kernels are timed on a GPU: cold L2, inside a CUDA graph, so that neither the host nor a cache helps.
+
+One graph holds one call for each of several input sets. Before each replay 256 MB are read, so nothing of the inputs is in
+L2 (60 MB on an H200). Time of a replay over the number of calls, in microseconds: what a call costs in a captured step, the
+gap to the next kernel included; an empty kernel timed the same way is the floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+REPLAYS = 11
+Call = Callable[[], Any]
+
+
+class ColdReplays:
+    def __init__(self) -> None:
+        self._flushed, self._sink = torch.ones(64 << 20, device="cuda"), torch.zeros((), device="cuda")
+
+    def measure(self, calls: Sequence[Call]) -> tuple[dict[str, float], Any]:
+        """``us_p20``, ``us_p50`` and ``us_p80`` of a call, and what the last call of the last replay returned."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            calls[0]()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph, result = torch.cuda.CUDAGraph(), None
+        with torch.cuda.graph(graph):
+            for call in calls:
+                result = call()
+        graph.replay()
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
+        for before, after in events:
+            self._sink.copy_(self._flushed.sum())
+            before.record()
+            graph.replay()
+            after.record()
+        torch.cuda.synchronize()
+        times = sorted(before.elapsed_time(after) * 1000 / len(calls) for before, after in events)
+        result = [t.clone() if isinstance(t, torch.Tensor) else t for t in (result if isinstance(result, tuple | list) else (result,))]  # the graph's memory goes with it
+        return {f"us_p{p}": round(times[len(times) * p // 100], 3) for p in (20, 50, 80)}, result
+
+
+def copy_rate() -> float:
+    """GB/s of a device-to-device copy of 1 GiB, bytes read and written counted."""
+    source = torch.ones(256 << 20, device="cuda")
+    target, times = torch.empty_like(source), []
+    for _ in range(12):
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        target.copy_(source)
+        after.record()
+        after.synchronize()
+        times.append(before.elapsed_time(after))
+    return float(round(2 * source.numel() * 4 / (sorted(times)[6] / 1e3) / 1e9, 1))

@@ -1,0 +1,179 @@
+"""What benchmarks report, on the CPU: missed cells and wrong results are named, whoever they belong to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import topk, topk_summary
+
+PEERS = '''
+"""Peers of a test: one that is right, one that repeats a tied column, one that raises, one that writes nothing when it is replayed."""
+import torch
+
+calls = 0
+
+
+def right(rows, k, width, max_len):
+    def call(logits, lengths, out):
+        columns = torch.arange(logits.shape[1])
+        scores = torch.where(columns < lengths[:, None], logits.float(), -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :k]
+        out.copy_(torch.where(torch.arange(k) < lengths[:, None], scores, -1))
+    return call
+
+
+def repeats(rows, k, width, max_len):
+    def call(logits, lengths, out):
+        right(rows, k, width, max_len)(logits, lengths, out)
+        out[:, 0] = out[:, 1]
+    return call
+
+
+def raises(rows, k, width, max_len):
+    def call(logits, lengths, out):
+        raise RuntimeError("no such kernel\\nand a long trace")
+    return call
+
+
+def sleeps(rows, k, width, max_len):
+    def call(logits, lengths, out):
+        global calls
+        calls += 1
+        if calls % 2:
+            right(rows, k, width, max_len)(logits, lengths, out)
+    return call
+
+
+def pages(rows, k, width, block_size):
+    def call(logits, lengths, requests, table, out):
+        right(rows, k, width, width)(logits, lengths, out)
+        out.copy_(table[requests.long()].gather(1, out.long() // block_size) * block_size + out % block_size)
+    return call
+
+
+def pages_of_the_first_request(rows, k, width, block_size):
+    def call(logits, lengths, requests, table, out):
+        pages(rows, k, width, block_size)(logits, lengths, requests * 0, table, out)
+    return call
+
+
+always = lambda *sizes: True
+TOPK_PEERS = {"right": (right, always), "repeats": (repeats, always), "raises": (raises, always), "sleeps": (sleeps, always), "refuses": (right, lambda *sizes: False), "empty": (None, always)}
+BFLOAT16 = {"right"}
+SLOT_PEERS = {"pages": (pages, always), "first": (pages_of_the_first_request, always)}
+'''
+
+
+class Once:
+    """Stands for the timer: runs each call once."""
+
+    def measure(self, calls: list[Callable[[], Any]]) -> tuple[dict[str, float], list[torch.Tensor]]:
+        for call in calls:
+            result = call()
+        return {"us_p20": 1.0, "us_p50": 2.0, "us_p80": 3.0}, list(result) if isinstance(result, tuple) else [result]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> topk.Bench:
+    (tmp_path / "peers.py").write_text(PEERS)
+    monkeypatch.setenv("PEERS_DIR", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "peers", raising=False)
+    monkeypatch.setattr(topk, "DEVICE", "cpu")
+    monkeypatch.setattr(topk, "FLOATS", 1 << 14)
+    return topk.Bench(Once())
+
+
+def judged(bench: topk.Bench) -> dict[str, Any]:
+    return {row["provider"]: row.get("skipped", row["ok"]) for row in bench.rows}
+
+
+def test_every_provider_is_checked_before_and_after_it_is_timed(bench: topk.Bench) -> None:
+    bench.run(topk.Case("full", "full", 3, 256, k=16))
+    assert judged(bench) == {"dsv4_ops": True, "torch": True, "right": True, "repeats": False, "raises": "RuntimeError: no such kernel", "sleeps": False}
+    assert all(("us_p50" in row) == (row["ok"] is True) for row in bench.rows)
+
+
+@pytest.mark.parametrize("case", [
+    topk.Case("values", "values: all equal", 2, 256, k=16),
+    topk.Case("values", "values: 2048 finite", 1, 2304, k=16),
+    topk.Case("values", "values: descending", 2, 256, k=16),
+    topk.Case("ragged", "ragged: lengths uniform in [0, columns]", 4, 256, k=16),
+    topk.Case("short", "short: length 10", 2, 256, k=16),
+    topk.Case("bfloat16", "full", 2, 256, k=16, dtype="bfloat16"),
+    topk.Case("topk_values", "full", 2, 256, k=16, op="topk_values"),
+])  # fmt: skip
+def test_cases_of_every_table_run(bench: topk.Bench, case: topk.Case) -> None:
+    bench.run(case)
+    seen = judged(bench)
+    assert seen["dsv4_ops"] is True and seen.get("right", True) is True and seen.get("repeats", False) is False
+    assert ("torch" in seen) == (case.op == "topk" and case.table not in ("ragged", "short"))
+    assert ("repeats" in seen) == (case.op == "topk" and case.dtype == "float32")
+
+
+def test_slots_are_checked_page_by_page(bench: topk.Bench) -> None:
+    bench.run(topk.Case("topk_slots", "full, pages of 64", 3, 256, k=16, op="topk_slots"))
+    assert judged(bench) == {"dsv4_ops": True, "dsv4_ops: topk, then global_topk_indices": True, "pages": True, "first": False}
+
+
+def test_the_cases_are_those_that_the_project_promises() -> None:
+    cases = list(topk.cases())
+    rows, columns = {1, 4, 8, 16, 32, 48, 64, 128, 133, 256}, {2048, 8192, 16384, 32768, 65536, 131072, 262144}
+    assert {(c.rows, c.columns) for c in cases if c.table == "full" and c.k == 512} == {(r, c) for r in rows for c in columns}
+    for k in (1024, 2048):
+        assert {(c.rows, c.columns) for c in cases if c.table == "k" and c.k == k} == {(r, c) for r in rows for c in (8192, 32768, 131072)}
+    assert len(set(cases)) == len(cases)
+    full = {dataclasses.replace(c, table="full") for c in cases}
+    for case in cases:
+        if case.table == "ragged":
+            assert topk.Case("full", "full", case.rows, case.columns) in full, "nothing to compare it with"
+
+
+# ---- summary ---------------------------------------------------------------------------------------------------------
+
+
+def row(provider: str, us: float | None, rows: int = 8, columns: int = 2048, k: int = 512, case: str = "full", op: str = "topk", dtype: str = "float32") -> dict[str, Any]:
+    head = {"op": op, "case": case, "params": {"rows": rows, "columns": columns, "k": k, "dtype": dtype}, "provider": provider, "ok": us is not None}
+    return head if us is None else head | {"us_p20": us - 0.1, "us_p50": us, "us_p80": us + 0.1}
+
+
+def test_the_median_of_three_runs_is_recorded_and_a_failure_in_one_counts() -> None:
+    merged = topk_summary.median_of_runs([row("dsv4_ops", us) for us in (5.0, 9.0, 6.0)] + [row("peer", 4.0), row("peer", None), row("peer", 4.0)])
+    assert merged == [row("dsv4_ops", 6.0) | {"us_runs": [5.0, 9.0, 6.0]}, row("peer", None)]
+
+
+def test_missed_cells_are_named_and_the_best_peer_is_the_fastest_right_one() -> None:
+    rows = [row("dsv4_ops", 10.0), row("slow", 30.0), row("fast", 20.0), row("wrong", None)]
+    rows += [row("dsv4_ops", 10.0, rows=4), row("slow", 10.2, rows=4), row("dsv4_ops: two ops", 1.0, rows=4)]
+    rows += [row("dsv4_ops", 5.0, rows=64), row("dsv4_ops", 10.0, k=1024), row("slow", 9.6, k=1024)]
+    found = topk_summary.summary(rows)
+    first = found["k 512, full rows: best peer over ours"]
+    assert (first["cells"], first["met"], first["geomean"]) == (2, 1, 1.428)
+    assert first["missed"] == [{"case": "full", "rows": 4, "columns": 2048, "k": 512, "dtype": "float32", "us": 10.0, "best_peer": "slow", "peer_us": 10.2, "ratio": 1.02}]
+    assert found["k 1024 and 2048, full rows: best peer over ours"]["missed"] == []
+    assert [r["provider"] for r in found["wrong or not run"]] == ["wrong"]
+    text = topk_summary.text(found, rows)
+    assert "missed: full, 4 x 2048, k 512: 10.0 us, slow 10.2 us, ratio 1.02" in text and "wrong or not run: wrong" in text and "20.00 (2.00)" not in text and "10.00 (2.00)" in text
+
+
+def test_a_cell_where_ours_is_wrong_is_missed_and_spoils_the_mean() -> None:
+    found = topk_summary.summary([row("dsv4_ops", None), row("peer", 9.0), row("dsv4_ops", 1.0, rows=4), row("peer", 9.0, rows=4)])
+    part = found["k 512, full rows: best peer over ours"]
+    assert part["met"] == 1 and part["geomean"] == 0 and part["missed"][0]["ratio"] == 0
+    assert "-" in topk_summary.text(found, [row("dsv4_ops", None)])
+
+
+def test_own_ratios_of_values_and_ragged_rows() -> None:
+    rows = [row("dsv4_ops", 10.0, case="values: normal"), row("dsv4_ops", 12.0, case="values: ascending"), row("dsv4_ops", 13.0, case="values: all equal")]
+    rows += [row("dsv4_ops", us, rows=256, case=case) for us, case in ((100.0, "full"), (71.0, "ragged: x"))] + [row("dsv4_ops", us, case=case) for us, case in ((9.0, "full"), (8.0, "ragged: x"))]
+    found = topk_summary.summary(rows)
+    part = found["values: ours over ours of normal values"]
+    assert part["largest"] == 1.3 and [cell["case"] for cell in part["missed"]] == ["values: all equal"]
+    assert found["ragged, 256 rows: ours over ours of full rows"]["missed"][0]["ratio"] == 0.71
+    assert found["ragged, fewer rows: ours over ours of full rows"]["missed"] == []
+    assert "k 512, full rows: best peer over ours" not in found, "no peer was measured"

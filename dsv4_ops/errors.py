@@ -15,9 +15,11 @@ __all__ = [
     "BuildError",
     "Dsv4OpsError",
     "GradientError",
+    "GraphError",
     "LaneError",
     "PassError",
     "RequestError",
+    "StaleOutputError",
     "UnsupportedError",
     "WorkspaceError",
     "WorkspaceLockedError",
@@ -76,6 +78,14 @@ class WorkspaceLockedError(WorkspaceError):
 
 class LaneError(Dsv4OpsError, ValueError):
     """A lane that does not exist, or a lane context used in a way that cannot be kept."""
+
+
+class GraphError(Dsv4OpsError, RuntimeError):
+    """A step that cannot be captured, or not be replayed here."""
+
+
+class StaleOutputError(GraphError):
+    """Outputs of a captured step that a later call of the step has overwritten."""
 
 
 class PassError(Dsv4OpsError, RuntimeError):

@@ -316,6 +316,11 @@ class GraphLease:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
+    def replays_on(self, stream: Any) -> None:
+        """The graph is replayed on ``stream``: storage that is released while a replay is queued there waits for it."""
+        for buffer in self._buffers.values():
+            buffer.streams[stream.cuda_stream] = stream
+
     def release(self) -> None:
         """The graph will never replay again. Called by itself when the graph object is collected."""
         manager = self._manager()
@@ -500,6 +505,17 @@ class WorkspaceManager:
         finally:
             self._locked = before
 
+    @contextlib.contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Growth is allowed inside; locked again afterwards if it was."""
+        before = self._locked
+        self.unlock()
+        try:
+            yield
+        finally:
+            if before:
+                self.lock()
+
     def raise_counts(self, num_lanes: int | None = None, num_ubatches: int | None = None) -> None:
         """Allow more lanes or ubatches (never fewer). Costs nothing until they are used."""
         lanes, ubatches = max(self._num_lanes, num_lanes or 0), max(self._num_ubatches, num_ubatches or 0)
@@ -645,6 +661,11 @@ class CapturedGraphs:
             del self._entries[key]
             return None
         return entry[0]
+
+    def lease(self, key: Hashable) -> GraphLease | None:
+        """The hold on scratch of the graph of ``key``, moved or not."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry[1]
 
     def __len__(self) -> int:
         return len(self._entries)

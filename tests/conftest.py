@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -19,6 +23,28 @@ def _seed() -> None:
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+def _in_triton_process(interpret: bool) -> Iterator[Any]:
+    from tests.interpreter import Interpreter
+
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    worker = Interpreter(interpret=interpret)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Any]:
+    """``interpreter(function, *args)``: the call in a process where Triton interprets kernels (tests/interpreter.py)."""
+    yield from _in_triton_process(True)
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[Any]:
+    """The same where Triton compiles."""
+    yield from _in_triton_process(False)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -20,7 +20,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4_ops import loaded, testing, topk, topk_merge, topk_values
 from dsv4_ops.testing import assert_topk
-from dsv4_ops.topk import _topk_merge_reference, _topk_merge_torch, _topk_reference, _topk_torch, _topk_values_torch
+from dsv4_ops.topk import (
+    _topk_merge_reference,
+    _topk_merge_torch,
+    _topk_reference,
+    _topk_torch,
+    _topk_triton,
+    _topk_values_torch,
+    _topk_values_triton,
+)
+from tests.interpreter import Interpreter
 
 needs_cpp = pytest.mark.skipif("_C" not in loaded, reason="dsv4_ops._C is not built")
 I32 = torch.int32
@@ -98,16 +107,18 @@ def draw_scores(kind: str, shape: tuple[int, int], generator: torch.Generator) -
 KINDS = ["normal", "ties", "special", "only special", "denormal", "any bits", "one bin"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_implementations_agree_with_an_independent_oracle(kind: str, dtype: torch.dtype) -> None:
+Draw = tuple[str, torch.Tensor, torch.Tensor, int, int | None]
+
+
+def draws(kind: str, dtype: torch.dtype, count: int, rows_below: int = 25, widths: tuple[tuple[int, int], tuple[int, int]] = ((1, 400), (1000, 2300))) -> Iterator[Draw]:
+    """A label and the arguments of ``count`` calls; one in four takes its width from the second range."""
     generator = torch.Generator().manual_seed(len(kind))
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    for draw in range(24):  # 24 calls x 14 kinds x up to 24 rows: some 4,000 rows
-        rows, width = number(1, 25), number(1, 400) if draw % 4 else number(1000, 2300)
+    for draw in range(count):
+        rows, width = number(1, rows_below), number(*widths[draw % 4 == 0])
         k = number(1, width + 8)
         base = draw_scores(kind, (rows, width + 9), generator).to(dtype)
         offset = number(0, 5)
@@ -118,8 +129,21 @@ def test_all_implementations_agree_with_an_independent_oracle(kind: str, dtype: 
         if draw % 5 == 0:
             lengths = lengths[: number(0, rows + 1)]
         limit = number(0, width + 3) if draw % 3 == 1 else None
+        yield f"{kind}, draw {draw}: {list(logits.shape)}, k {k}", logits, lengths, k, limit
+
+
+def values_of(logits: torch.Tensor, expected: np.ndarray) -> torch.Tensor:
+    want = torch.full(expected.shape, -INF, dtype=logits.dtype)
+    for r, c in np.argwhere(expected >= 0):
+        want[r, c] = logits[r, expected[r, c]]
+    return want.view(torch.int32 if logits.dtype == torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_implementations_agree_with_an_independent_oracle(kind: str, dtype: torch.dtype) -> None:
+    for label, logits, lengths, k, limit in draws(kind, dtype, 24):  # 24 calls x 14 kinds x up to 24 rows: some 4,000 rows
         expected = oracle(logits, lengths, k, limit)
-        label = f"{kind}, draw {draw}: {list(logits.shape)}, k {k}"
         actual = topk(logits, lengths, k, limit)
         assert (actual.numpy() == expected).all(), label
         assert (_topk_torch(logits, lengths, k, limit).numpy() == expected).all(), label
@@ -127,12 +151,35 @@ def test_all_implementations_agree_with_an_independent_oracle(kind: str, dtype: 
         assert_topk(actual, logits, lengths, k, limit)
         values, indices = topk_values(logits, lengths, k, limit)
         assert torch.equal(indices, actual), label
-        bits = torch.int32 if dtype == torch.float32 else torch.int16
-        want = torch.full((rows, k), -INF, dtype=dtype)
-        for r, c in np.argwhere(expected >= 0):
-            want[r, c] = logits[r, expected[r, c]]
-        assert torch.equal(values.view(bits), want.view(bits)), label
-        assert torch.equal(_topk_values_torch(logits, lengths, k, limit)[0].view(bits), want.view(bits)), label
+        want = values_of(logits, expected)
+        assert torch.equal(values.view(want.dtype), want), label
+        assert torch.equal(_topk_values_torch(logits, lengths, k, limit)[0].view(want.dtype), want), label
+
+
+def interpreted_draws(kind: str, dtype: torch.dtype) -> None:
+    """Narrow blocks stand for long rows: a row of up to 90 columns is read in up to six."""
+    from dsv4_ops._triton import topk as kernels
+
+    usual = kernels.BLOCK
+    try:
+        for i, (label, logits, lengths, k, limit) in enumerate(draws(kind, dtype, 20, rows_below=5, widths=((1, 40), (60, 90)))):
+            kernels.BLOCK = (16, 32, 256)[i % 3]
+            label += f", blocks of {kernels.BLOCK}"
+            expected = oracle(logits, lengths, k, limit)
+            if i % 4 == 1:
+                assert (_topk_triton(logits, lengths, k, limit).numpy() == expected).all(), label
+                continue
+            values, indices = _topk_values_triton(logits, lengths, k, limit)
+            want = values_of(logits, expected)
+            assert (indices.numpy() == expected).all() and torch.equal(values.view(want.dtype), want), label
+    finally:
+        kernels.BLOCK = usual
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_agrees_with_the_oracle(kind: str, dtype: torch.dtype, interpreter: Interpreter) -> None:
+    interpreter(interpreted_draws, kind, dtype)
 
 
 def test_lengths_of_every_layout_read_row_by_row() -> None:

@@ -33,25 +33,11 @@ TOLERANT: dict[str, tuple[float, float, str]] = {}
 """Ops whose kernel rounds otherwise than the reference: (rtol, atol) of its floating-point results, and why. Others give the same bits."""
 
 QUADS = "logits whose rows start on 16 bytes are loaded four at a time: it follows from the vocabulary and the allocation, not from a count"
-SPECIALIZED: dict[str, str] = {"race_kernel.DENSE": QUADS}
+SPECIALIZED: dict[str, str] = dict.fromkeys(("race_kernel.DENSE", "judge_kernel.DENSE", "draw_kernel.DENSE"), QUADS)
 """Parameters that may specialize, as ``kernel.parameter``, each with its reason. Other counts, strides and pointers must not.
 
 Elements of a tuple always do: ``do_not_specialize`` does not reach them.
 """
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    worker = Interpreter()
-    yield worker
-    worker.close()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Interpreter]:
-    worker = Interpreter(interpret=False)
-    yield worker
-    worker.close()
 
 
 # ---- the comparison: runs in the interpreter's process ---------------------------------------------------------------
@@ -307,7 +293,6 @@ def compile_for(found: Sequence[Compiled], capability: int) -> None:
 # ---- every launcher --------------------------------------------------------------------------------------------------
 
 
-@needs_triton
 @pytest.mark.parametrize(("op", "index"), LAUNCHED)
 def test_launcher_matches_the_reference_interpreted(op: Op, index: int, interpreter: Interpreter) -> None:
     interpreter(compare_op, op.name, index)
@@ -327,14 +312,12 @@ def test_launcher_matches_the_reference_on_cuda(op: Op, index: int) -> None:
         same(mutated(op, mine), mutated(op, theirs), f"{theirs.label} (mutated arguments)", tolerance)
 
 
-@needs_triton
 @pytest.mark.parametrize("op", EACH)
 def test_one_compilation_for_all_batch_sizes_and_addresses(op: Op, interpreter: Interpreter) -> None:
     """Rows 1, 16 and a view at an odd address compile nothing new: a compilation during serving stalls every request."""
     assert interpreter(compilations, op.name) == []
 
 
-@needs_triton
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("op", EACH)
 def test_kernels_compile_for_every_architecture(op: Op, capability: int, interpreter: Interpreter, compiler: Interpreter) -> None:
@@ -345,7 +328,6 @@ def test_kernels_compile_for_every_architecture(op: Op, capability: int, interpr
     compiler(compile_for, found if capability == 90 else first, capability)
 
 
-@needs_triton
 @pytest.mark.parametrize("op", EACH)
 def test_launched_kernels_are_named_so(op: Op, interpreter: Interpreter) -> None:
     """The name is how the next test finds them."""
@@ -353,7 +335,6 @@ def test_launched_kernels_are_named_so(op: Op, interpreter: Interpreter) -> None
     assert names and all(name.endswith("_kernel") for name in names), names
 
 
-@needs_triton
 def test_counts_do_not_specialize(interpreter: Interpreter) -> None:
     """Every parameter of a kernel that is neither a constant nor a pointer is in ``do_not_specialize``."""
     assert [parameter for parameter in interpreter(specializing) if parameter not in SPECIALIZED] == []
@@ -368,7 +349,6 @@ def test_exceptions_name_what_exists() -> None:
 # ---- these tests notice faults ---------------------------------------------------------------------------------------
 
 
-@needs_triton
 @pytest.mark.parametrize(("toy", "complaint"), [
     ("reads_past_the_end", "Mismatched elements: 1 / 33"),
     ("leaves_one_unwritten", "Mismatched elements: 1 / 33"),
@@ -383,14 +363,12 @@ def test_a_faulty_launcher_is_noticed(toy: str, complaint: str, interpreter: Int
         interpreter(compare_toy, toy)
 
 
-@needs_triton
 def test_a_specializing_launcher_is_noticed(interpreter: Interpreter) -> None:
     assert interpreter(toy_compilations, "right") == []
     (varying,) = interpreter(toy_compilations, "block_by_count")
     assert varying.startswith("_double_kernel.BLOCK: [('constexpr', 16), ('constexpr', 32)]")
 
 
-@needs_triton
 def test_a_kernel_that_does_not_compile_is_noticed(compiler: Interpreter) -> None:
     signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32", "shift_in": "constexpr", "shift_out": "i64", "BLOCK": "constexpr"}
     special = {"x_ptr": "", "y_ptr": "D", "n": None, "shift_in": 1, "shift_out": "D", "BLOCK": 16}

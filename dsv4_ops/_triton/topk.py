@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launching import compile_once
+from .launching import launch as start
+
 BLOCK, WARPS = 2048, 8
 
 
@@ -31,10 +34,7 @@ def _load(row_ptr, begin, length, BLOCK: tl.constexpr, BITS: tl.constexpr):
     return columns, scores, tl.where(within & (magnitude <= infinity), keys, LOWEST)
 
 
-@triton.jit(
-    do_not_specialize=["row_stride", "entries", "inner", "outer_stride", "inner_stride", "limit", "k"],
-    do_not_specialize_on_alignment=["logits_ptr", "lengths_ptr"],
-)
+@compile_once(aligned=("values_ptr", "indices_ptr"))
 def topk_kernel(
     logits_ptr, row_stride, lengths_ptr, entries, inner, outer_stride, inner_stride, limit, k, values_ptr, indices_ptr,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
@@ -45,13 +45,12 @@ def topk_kernel(
     length = tl.load(lengths_ptr + row // inner * outer_stride + row % inner * inner_stride, mask=row < entries, other=0).to(tl.int64)
     length = tl.minimum(tl.maximum(length, 0), limit)
     row_ptr = logits_ptr + row * row_stride
-    k = k.to(tl.int32)
 
     # ``bound``: the largest key that at least k columns reach, LOWEST if none; ``above``: how many pass it.
     bound = tl.full((), LOWEST, tl.int32)
     above = tl.full((), 0, tl.int32)
     step = tl.full((), 1 << (BITS - 2), tl.int32)
-    for _digit in range(0, tl.where(length > k, BITS // 2, 0)):
+    for _digit in range(tl.where(length > k, BITS // 2, 0)):
         reach_1 = tl.zeros((BLOCK,), tl.int32)
         reach_2 = tl.zeros((BLOCK,), tl.int32)
         reach_3 = tl.zeros((BLOCK,), tl.int32)
@@ -95,14 +94,18 @@ def topk_kernel(
             tl.store(values_ptr + place, float("-inf"), mask=rest)
 
 
+def arguments(logits, lengths, k, max_seq_len, values, indices):
+    """What the kernel takes, but its constants."""
+    width = logits.shape[1] if max_seq_len is None else min(logits.shape[1], max_seq_len)
+    outer_stride = lengths.stride(0) if lengths.dim() == 2 else 0
+    return (
+        logits, logits.stride(0), lengths, lengths.numel(), max(lengths.shape[-1], 1), outer_stride, lengths.stride(-1), width, k, values, indices,
+    )  # fmt: skip
+
+
 def launch(logits, lengths, k, max_seq_len, values, indices):
     """Fill ``indices`` and, where given, ``values``, both contiguous ``[rows, k]``."""
-    rows, width = logits.shape
-    if rows == 0:
-        return
-    inner = max(lengths.shape[-1], 1)
-    topk_kernel[(rows,)](
-        logits, logits.stride(0), lengths, lengths.numel(), inner, lengths.stride(0) if lengths.dim() == 2 else 0, lengths.stride(-1),
-        width if max_seq_len is None else min(width, max_seq_len), k, values, indices,
+    start(
+        topk_kernel, logits.shape[0], logits.device, *arguments(logits, lengths, k, max_seq_len, values, indices),
         BITS=8 * logits.element_size(), BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip

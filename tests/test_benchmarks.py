@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import topk, topk_summary
+from benchmarks import sanitizer, topk, topk_summary
+from dsv4_ops import testing
 
 PEERS = '''
 """Peers of a test: one that is right, one that repeats a tied column, one that raises, one that writes nothing when it is replayed."""
@@ -83,7 +85,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> topk.Bench:
     (tmp_path / "peers.py").write_text(PEERS)
     monkeypatch.setenv("PEERS_DIR", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(__import__("sys").modules, "peers", raising=False)
+    monkeypatch.delitem(sys.modules, "peers", raising=False)
     monkeypatch.setattr(topk, "DEVICE", "cpu")
     monkeypatch.setattr(topk, "FLOATS", 1 << 14)
     return topk.Bench(Once())
@@ -177,3 +179,62 @@ def test_own_ratios_of_values_and_ragged_rows() -> None:
     assert found["ragged, 256 rows: ours over ours of full rows"]["missed"][0]["ratio"] == 0.71
     assert found["ragged, fewer rows: ours over ours of full rows"]["missed"] == []
     assert "k 512, full rows: best peer over ours" not in found, "no peer was measured"
+
+
+# ---- sanitizer -------------------------------------------------------------------------------------------------------
+
+
+def test_sanitizer_calls_stay_within_what_was_promised() -> None:
+    """At most 200 calls of at most 16384 columns for top-k, beside the stress of barriers between blocks; every width class is there."""
+    calls = [(kind, sample) for op in testing.ops() if op.name in sanitizer.CASES for kind, sample in sanitizer.calls_of(op) if kind != "stress"]
+    assert len(calls) <= 200 and max(sample.args[0].shape[1] for _, sample in calls) <= 16384
+    cases = [sample for kind, sample in calls if kind == "cases"]
+    assert {sample.label.split(",")[0] for sample in cases} == set(sanitizer.KINDS)
+    assert {next(a for a in sample.args if isinstance(a, int)) for sample in cases} == {1, 512, 2048}
+    assert {sample.args[0].dtype for sample in cases} == {torch.float32, torch.bfloat16}
+    assert any(sample.args[0].data_ptr() % 16 for sample in cases) and {sample.args[1].dtype for sample in cases} == {torch.int32, torch.int64}
+    assert max(sample.args[0].shape[1] for sample in sanitizer.topk_stress("topk")) > 262144
+
+
+def test_sanitizer_compares_results_and_written_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SANITIZER_OPS", "mtp_context_lens, kv_cache_insert")
+    assert sanitizer.run_cases("cpu") == 0
+    count = sum(len(testing.samples(name)) for name in ("mtp_context_lens", "kv_cache_insert"))
+    assert f"CALLS {count} WRONG 0 IN" in capsys.readouterr().out
+    right, turn = sanitizer.observed, [0]
+
+    def every_other_wrong(op: testing.Op, sample: testing.Sample, device: str) -> list[torch.Tensor]:
+        turn[0] += 1
+        return [t.view(torch.uint8) ^ 1 if turn[0] % 2 and t.dim() else t for t in right(op, sample, device)]
+
+    monkeypatch.setattr(sanitizer, "observed", every_other_wrong)
+    assert sanitizer.run_cases("cpu") == 1
+    assert "WRONG kv_cache_insert: " in capsys.readouterr().out, "an op that returns nothing is judged by what it writes"
+
+
+CLEAN = "=" * 9 + " COMPUTE-SANITIZER\nCALLS 7 WRONG 0 IN 1.0 s: samples 7\n" + "=" * 9 + " ERROR SUMMARY: 0 errors\n"
+
+
+@pytest.mark.parametrize(("code", "output", "ok", "skipped"), [
+    (0, CLEAN, True, None),
+    (99, CLEAN.replace("0 errors", "2 errors"), False, None),
+    (1, CLEAN.replace("WRONG 0", "WRONG 3"), False, None),
+    (0, CLEAN.replace("WRONG 0", "WRONG 3"), False, None),
+    (0, "CALLS 7 WRONG 0 IN 1.0 s\n", False, None),
+    (0, "=" * 9 + " ERROR SUMMARY: 0 errors\n", False, None),
+    (1, "=" * 9 + " Error: Device not supported. Please refer to the manual\n", False, "Error: Device not supported. Please refer to the manual"),
+    (None, CLEAN, False, "not finished after 3 s"),
+])  # fmt: skip
+def test_sanitizer_outcomes(code: int | None, output: str, ok: bool, skipped: str | None) -> None:
+    found = sanitizer.outcome("memcheck", code, output, 3.0)
+    assert found["ok"] is ok and found.get("skipped") == skipped
+    assert ("first_lines" in found) == (not ok and skipped is None)
+
+
+def test_sanitizer_tools_run_with_defaults_where_an_option_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\nfor word in \"$@\"; do [ \"$word\" = --padding ] && {{ echo unrecognised option: --padding; exit 1; }}; done\nprintf '{CLEAN}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("SANITIZER_LOGS", str(tmp_path / "logs"))
+    rows = sanitizer.run_tools(str(tool), ["memcheck", "initcheck"])
+    assert [(row["case"], row["ok"], row["summary"]) for row in rows] == [("memcheck", True, ["ERROR SUMMARY: 0 errors"]), ("initcheck", True, ["ERROR SUMMARY: 0 errors"])]

@@ -15,7 +15,7 @@ seeds             int64      [max_reqs]       by request state
 idx_mapping       int32/64   [R]              batch row to request state; negative or past the table: inert
 positions         int64      [R] or [R, 1+K]  position of each token being predicted; [R]: of the first, then + j
 greedy_draft      bool                        true: the proposals are greedy although draft_logits is given
-lane              int                         workspace lane; unused by the PyTorch implementation
+lane              int                         workspace lane, -1: the ambient one (only the CUDA path takes scratch)
 returns sampled   int64      [R, 1+K]         emitted tokens, then -1; all -1 for inert rows
 num_sampled       int32      [R]              1..K+1; 0 for inert rows
 ================  =========  ===============  ====================================================================
@@ -26,7 +26,9 @@ of its row. Otherwise: accepted iff ``u * q(x) < p(x)`` with u of the acceptance
 then sampled from the full target with the *plain* stream, as is the bonus token: so a request whose K proposals are all placeholders emits exactly
 what ``gumbel_sample`` gives a request that decodes plainly. Proposals are judged one by one; block verification is not offered.
 
-The sums behind p and q run in a fixed binary tree, so no result depends on the row's place or its batch. Graph-safe: yes (no host read; on CPU
+The sums behind p and q run in an order that the vocabulary alone fixes, so no result depends on the row's place or its batch. Devices agree on
+a request except where a decision is within ``MARGIN`` (``sampling.py``): of ``u * q(x)`` to ``p(x)``, and of the best score to the second, which in a
+recovery is a margin of ``p + q``, because a difference of two near values has no relative precision. Graph-safe: yes (no host read; on CPU
 only, a batch without a random request skips the random half). Replaces the rejection samplers of serving engines.
 """
 
@@ -211,6 +213,16 @@ def _emit(draft: torch.Tensor, count: torch.Tensor, token: torch.Tensor, step: t
     return torch.where(live[:, None], sampled, -1), torch.where(live, count + 1, 0).to(torch.int32)
 
 
+def _triton(
+    target_logits: torch.Tensor, draft_token_ids: torch.Tensor, draft_logits: torch.Tensor | None, temperature: torch.Tensor, seeds: torch.Tensor,
+    idx_mapping: torch.Tensor, positions: torch.Tensor, greedy_draft: bool = False, lane: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    from ._triton import rejection as kernels
+
+    proposal = None if greedy_draft else draft_logits
+    return kernels.rejection_sample(target_logits, draft_token_ids, proposal, temperature, seeds, idx_mapping, positions, lane)
+
+
 def _fake(
     target_logits: torch.Tensor, draft_token_ids: torch.Tensor, draft_logits: torch.Tensor | None, temperature: torch.Tensor, seeds: torch.Tensor,
     idx_mapping: torch.Tensor, positions: torch.Tensor, greedy_draft: bool = False, lane: int = -1,
@@ -272,5 +284,5 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 
 REJECTION_SAMPLE.implement(
-    check=_check, reference=_reference, torch_impl=_torch, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs
+    check=_check, reference=_reference, torch_impl=_torch, triton=_triton, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs
 )  # fmt: skip

@@ -118,10 +118,10 @@ def first_arrival(arrival, ids):
 
 
 @triton.jit
-def race(x, column, seed, position, stream, tile, scale, TILE: tl.constexpr):
+def race(x, column, noise, scale):
     """(level, arrival, token) of one tile; a masked token arrives at infinity."""
     level = tl.max(x, 0)
-    arrival = tile_noise(seed, position, stream, tile, TILE) * exp2((tl.maximum(level, -LARGEST) - x) * scale)
+    arrival = noise * exp2((tl.maximum(level, -LARGEST) - x) * scale)
     first, token = first_arrival(arrival, column)
     return level, first, token
 
@@ -167,7 +167,7 @@ def race_kernel(
         seed = tl.load(seeds_ptr + request * seeds_stride)
         position = tl.load(positions_ptr + row * positions_stride)
         if random:
-            level, arrival, token = race(x, column, seed, position, tl.cast(stream, tl.int32), tile, scale, TILE)
+            level, arrival, token = race(x, column, tile_noise(seed, position, stream, tile, TILE), scale)
         else:
             level = tl.max(x, 0)
             arrival = tl.full((), 1.0, tl.float32)

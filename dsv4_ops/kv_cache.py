@@ -260,6 +260,12 @@ def _insert_torch(kv: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Ten
         plane[block, offset] = torch.where(valid.unsqueeze(-1), new, plane[0, 0])
 
 
+def _insert_triton(kv: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    from ._triton import kv_cache as kernels
+
+    kernels.kv_cache_insert(kv, cache, slot_mapping)
+
+
 def _insert_fake(kv: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     return None
 
@@ -381,6 +387,12 @@ def _gather_torch(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return torch.where(valid.unsqueeze(-1), rows, 0.0).view(*slots.shape, HEAD_DIM)
 
 
+def _gather_triton(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    from ._triton import kv_cache as kernels
+
+    return kernels.kv_cache_gather(cache, slots)
+
+
 def _gather_fake(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return cache.new_empty((*slots.shape, HEAD_DIM), dtype=torch.bfloat16 if cache.dtype == torch.uint8 else cache.dtype)
 
@@ -421,8 +433,10 @@ def _gather_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 
 KV_CACHE_INSERT.implement(
-    check=_insert_check, reference=_insert_reference, fake=_insert_fake, samples=_insert_samples, sized=_insert_sized, bad_inputs=_insert_bad_inputs, torch_impl=_insert_torch
-)
+    check=_insert_check, reference=_insert_reference, fake=_insert_fake, samples=_insert_samples, sized=_insert_sized, bad_inputs=_insert_bad_inputs,
+    torch_impl=_insert_torch, triton=_insert_triton,
+)  # fmt: skip
 KV_CACHE_GATHER.implement(
-    check=_gather_check, reference=_gather_reference, fake=_gather_fake, samples=_gather_samples, sized=_gather_sized, bad_inputs=_gather_bad_inputs, torch_impl=_gather_torch
-)
+    check=_gather_check, reference=_gather_reference, fake=_gather_fake, samples=_gather_samples, sized=_gather_sized, bad_inputs=_gather_bad_inputs,
+    torch_impl=_gather_torch, triton=_gather_triton,
+)  # fmt: skip

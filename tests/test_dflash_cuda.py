@@ -33,8 +33,8 @@ def draw(seed: int, most_requests: int = 24, most_padding: int = 300) -> Sample:
     """A call with values of any kind; every third one has nothing out of range."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     wild = seed % 3 > 0
-    static, sizes = rng.choice(STATIC), rng.choice(BLOCK_SIZES)
-    sizes = sizes if rng.random() < 0.8 or "cp_sharded" in static else ()
+    static = rng.choice(STATIC)
+    sizes: tuple[int, ...] = rng.choice(BLOCK_SIZES) if rng.random() < 0.8 or "cp_sharded" in static else ()
     requests, states = rng.choice((0, 1, 2, 5, rng.randint(0, most_requests))), rng.choice((0, 1, 7, 40))
     lens = [rng.choice((0, 1, 3, 4, 6, 17)) for _ in range(requests)]
     max_model_len = rng.choice((1, 9, 60, 2**31 - 1))

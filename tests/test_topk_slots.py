@@ -184,8 +184,8 @@ def captured(body: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 def test_cuda_kernel_on_every_plan_and_under_replay() -> None:
     """Widths and rows of all launch plans; lengths, pages and validity change between replays of one graph."""
     generator = torch.Generator(device="cuda").manual_seed(1)
-    for width in (100, 2048, 5000, 8192, 16384, 32768, 65536, 131072, 262144, 300000):
-        for rows in (1, 8, 12, 40, 100, 140) if width <= 65536 else (1, 8, 12, 40):
+    for width in (100, 2048, 4000, 8192, 16384, 32768, 65536, 131072, 262144, 300000, 2000000):
+        for rows in (1, 8, 12, 20, 40, 100, 140) if width <= 65536 else (1, 8, 12, 40) if width <= 300000 else (2,):
             for k in (1, 512, 2048):
                 logits = torch.randn(rows, width, generator=generator, device="cuda").to(torch.bfloat16 if k == 512 else torch.float32)
                 lengths, ids = torch.zeros(rows, dtype=torch.int32, device="cuda"), torch.zeros(rows, dtype=torch.int32, device="cuda")

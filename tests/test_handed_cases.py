@@ -42,13 +42,13 @@ TARGETS: dict[str, str] = {
     "H13": "distributed.broadcast_samples: one rank decides",
     **dict.fromkeys(["I01", "I03", "I04", "I14", "I16"], "every registered op"),
     **dict.fromkeys(["I05", "I17"], "kv_cache_insert"),
+    "I08": "Triton kernels under torch.compile",
     **dict.fromkeys(["I09", "I10", "I12", "I13"], "dsv4_ops.passes"),
     **dict.fromkeys(["J01", "J03", "J05", "J06", "J07", "J09", "J11", "J13"], "kv_cache_insert, kv_cache_gather"),
 }
 
 LATER: dict[str, str] = {
     "E10": "growth of a CUDA memory pool: needs a GPU",
-    "I08": "a Triton kernel under torch.compile: comes with the first Triton kernel",
 }
 
 

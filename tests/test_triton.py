@@ -376,3 +376,31 @@ def test_a_kernel_that_does_not_compile_is_noticed(compiler: Interpreter) -> Non
     compiler(compile_for, [good], 90)
     with pytest.raises(pytest.fail.Exception, match="power of 2"):
         compiler(compile_for, [replace(good, constants={(3,): 1, (5,): 17})], 90)
+
+
+# ---- under torch.compile ---------------------------------------------------------------------------------------------
+
+
+def fill_compiled(k: int) -> tuple[list[list[int]], int]:
+    """What a compiled function leaves in a buffer by a Triton launch that is all it does, and how often its code launches."""
+    from torch._inductor.utils import run_and_get_code
+
+    from dsv4_ops._triton import topk as kernels
+
+    @torch.library.custom_op(f"dsv4_ops_tests::topk_into_{k}", mutates_args=("indices",))
+    def into(logits: torch.Tensor, lengths: torch.Tensor, indices: torch.Tensor) -> None:
+        kernels.launch(logits, lengths, indices.shape[1], None, None, indices)
+
+    def step(logits: torch.Tensor, lengths: torch.Tensor, indices: torch.Tensor) -> None:
+        into(logits, lengths, indices)
+
+    logits, indices = torch.arange(20.0).repeat(3, 1), torch.full((3, k), 77, dtype=torch.int32)
+    _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), logits, torch.tensor([20, 5, 0]), indices)
+    return indices.tolist(), code.count(f"topk_into_{k}.default(")
+
+
+@pytest.mark.parametrize("k", [1, 16])
+def test_case_I08_a_launch_whose_only_effect_is_a_buffer_is_kept(k: int, interpreter: Interpreter) -> None:
+    """By an op of its own; test_topk_triton.py has the kernel that the compiler sees. 1 and 16 are what Triton specializes on."""
+    rows = [list(range(20)), list(range(5)), []]
+    assert interpreter(fill_compiled, k) == ([row[-k:] + [-1] * (k - len(row[-k:])) for row in rows], 1)

@@ -82,6 +82,14 @@ def _global_torch(
     return slots_at(block_table, requests, topk_indices.to(torch.int64), listed, block_size), listed_lens(listed)
 
 
+def _global_triton(
+    topk_indices: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from ._triton import global_indices as kernels
+
+    return kernels.global_topk_indices(topk_indices, token_to_req_indices, is_valid_token, block_table, block_size=block_size)
+
+
 def _global_fake(
     topk_indices: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,6 +146,7 @@ GLOBAL_TOPK_INDICES.implement(
     check=_global_check,
     reference=_global_reference,
     torch_impl=_global_torch,
+    triton=_global_triton,
     fake=_global_fake,
     samples=_global_samples,
     sized=_global_sized,

@@ -301,6 +301,50 @@ def _mixed_torch(
     return indices.masked_fill_(~is_listed_row[:, None], _checks.PAD_SLOT_ID), lens.masked_fill_(~is_listed_row, 0).to(torch.int32)
 
 
+def _mixed_triton(
+    decode_swa_indices: torch.Tensor,
+    decode_swa_lens: torch.Tensor,
+    decode_topk_indices: torch.Tensor,
+    prefill_topk_indices: torch.Tensor | None,
+    positions: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    is_valid_token: torch.Tensor,
+    block_table: torch.Tensor,
+    compressed_block_table: torch.Tensor,
+    *,
+    block_size: int,
+    compressed_block_size: int,
+    window: int,
+    compress_ratio: int = 1,
+    decode_topk_lens: torch.Tensor | None = None,
+    decode_indices_are_global: bool = False,
+    block_span: int | None = None,
+    compressed_block_span: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from ._triton import mixed_indices as kernels
+
+    return kernels.build_mixed_sparse_indices(
+        decode_swa_indices,
+        decode_swa_lens,
+        decode_topk_indices,
+        prefill_topk_indices,
+        positions,
+        token_to_req_indices,
+        is_valid_token,
+        block_table,
+        compressed_block_table,
+        width=mixed_row_width(decode_swa_indices.shape[1], decode_topk_indices.shape[1]),
+        window=window,
+        DECODE_TOPK_LENS=decode_topk_lens,
+        BLOCK_SIZE=block_size,
+        BLOCK_SPAN=block_span,
+        COMPRESSED_BLOCK_SIZE=compressed_block_size,
+        COMPRESSED_BLOCK_SPAN=compressed_block_span,
+        DECODES_ARE_GLOBAL=decode_indices_are_global,
+        COMPRESS_RATIO=compress_ratio,
+    )
+
+
 def _mixed_fake(
     decode_swa_indices: torch.Tensor,
     decode_swa_lens: torch.Tensor,
@@ -415,6 +459,7 @@ BUILD_MIXED_SPARSE_INDICES.implement(
     check=_mixed_check,
     reference=_mixed_reference,
     torch_impl=_mixed_torch,
+    triton=_mixed_triton,
     fake=_mixed_fake,
     samples=_mixed_samples,
     sized=_mixed_sized,

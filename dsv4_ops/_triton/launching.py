@@ -44,3 +44,9 @@ def tile(width: int, elements: int, widest: int = 1024) -> tuple[int, int, int]:
     """
     columns = min(triton.next_power_of_2(max(width, 1)), widest)
     return max(1, elements // columns), columns, max(1, triton.cdiv(width, columns))
+
+
+def row_columns(width: int, widest: int = 1024) -> tuple[int, int, int]:
+    """Columns of the block in which one program goes through a row, how many blocks that takes, and warps for it."""
+    columns = min(triton.next_power_of_2(max(width, 1)), widest)
+    return columns, max(1, triton.cdiv(width, columns)), min(4, max(1, columns // 128))

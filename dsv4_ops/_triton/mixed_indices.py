@@ -1,0 +1,205 @@
+"""Window and compressed entries in one row. A program writes a row, of a decode or of a prefill token.
+
+Compressed entries are read at their own columns and stored where the window ends, so that no load waits for the window's
+length. The window's part covers every other column: what stands behind the window moves past the compressed entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .launching import compile_once, launch, row_columns
+from .slots import packed, slot_at, token_request
+
+
+# No pointer is declared aligned: then each warp loads, looks up and stores 32 neighbours at a time, wherever a row starts.
+@compile_once(aligned=())
+def build_mixed_kernel(
+    indices_ptr,
+    lens_ptr,
+    swa_ptr,
+    swa_lens_ptr,
+    topk_ptr,
+    topk_lens_ptr,
+    prefill_ptr,
+    positions_ptr,
+    requests_ptr,
+    valid_ptr,
+    table_ptr,
+    compressed_table_ptr,
+    decodes,
+    num_reqs,
+    blocks,
+    compressed_blocks,
+    swa_stride,
+    swa_lens_stride,
+    topk_stride,
+    topk_lens_stride,
+    prefill_stride,
+    position_stride,
+    request_stride,
+    valid_stride,
+    table_stride,
+    compressed_table_stride,
+    COLUMN_STRIDES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SPAN: tl.constexpr,
+    COMPRESSED_BLOCK_SIZE: tl.constexpr,
+    COMPRESSED_BLOCK_SPAN: tl.constexpr,
+    DECODES_ARE_GLOBAL: tl.constexpr,
+    COMPRESS_RATIO: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SWA_WIDTH: tl.constexpr,
+    TOPK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOW_COLUMNS: tl.constexpr,
+    TOPK_COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    request, listed = token_request(requests_ptr, request_stride, valid_ptr, valid_stride, token, True, num_reqs)
+    compressed_row, row_ptr = request * compressed_table_stride, indices_ptr + token * WIDTH
+    count = 0
+    if token < decodes:
+        visible = tl.minimum(tl.maximum(tl.load(swa_lens_ptr + token * swa_lens_stride), 0), SWA_WIDTH)
+        topk_len = TOPK
+        if topk_lens_ptr is not None:
+            topk_len = tl.minimum(tl.maximum(tl.load(topk_lens_ptr + token * topk_lens_stride), 0), TOPK)
+        for part in range(0, PARTS):  # one, unless a row is wider than a block
+            window_column, column = part * WINDOW_COLUMNS + tl.arange(0, WINDOW_COLUMNS), part * TOPK_COLUMNS + tl.arange(0, TOPK_COLUMNS)
+            window_slot = tl.load(swa_ptr + token * swa_stride + window_column * COLUMN_STRIDES[0], mask=window_column < SWA_WIDTH, other=-1)
+            # The row of a padding token is loaded too, but leads to no load: waiting for its mask would be a step more.
+            record = tl.load(topk_ptr + token * topk_stride + column * COLUMN_STRIDES[1], mask=column < TOPK, other=-1)
+            shown = listed & (record >= 0) & (column < topk_len)
+            slot = record
+            if not DECODES_ARE_GLOBAL:
+                ahead = tl.maximum(record, 0).to(tl.uint32)
+                slot = slot_at(compressed_table_ptr, compressed_row, COLUMN_STRIDES[4], compressed_blocks, 0, ahead, shown, COMPRESSED_BLOCK_SIZE)
+            last = _store(
+                row_ptr, window_column, window_slot, listed, visible, column, slot, shown, BLOCK_SIZE, BLOCK_SPAN, COMPRESSED_BLOCK_SIZE, COMPRESSED_BLOCK_SPAN,
+                WINDOW, TOPK, WIDTH, topk_lens_ptr is None,
+            )  # fmt: skip
+            count = tl.maximum(count, last)
+        if topk_lens_ptr is not None:
+            count = topk_len
+    else:
+        position = tl.load(positions_ptr + token * position_stride)
+        listed = listed & (position >= 0)
+        position = tl.minimum(tl.maximum(position, -1), 9223372036854775806)
+        visible = tl.minimum(position + 1, WINDOW).to(tl.int32)
+        seen = tl.minimum((position + 1) // COMPRESS_RATIO, TOPK).to(tl.int32)
+        first = tl.maximum(position - (WINDOW - 1), 0)
+        block = first // BLOCK_SIZE
+        offset = (first - block * BLOCK_SIZE).to(tl.uint32)
+        block = tl.minimum(block, blocks).to(tl.uint32)
+        for part in range(0, PARTS):
+            window_column, column = part * WINDOW_COLUMNS + tl.arange(0, WINDOW_COLUMNS), part * TOPK_COLUMNS + tl.arange(0, TOPK_COLUMNS)
+            if prefill_ptr is None:
+                record = tl.where(column < seen, column, -1)
+            else:
+                record = tl.load(prefill_ptr + (token - decodes) * prefill_stride + column * COLUMN_STRIDES[2], mask=column < TOPK, other=-1)
+            shown = listed & (record >= 0)
+            window_shown = listed & (window_column < visible)
+            ahead = offset + window_column.to(tl.uint32)
+            window_slot = slot_at(table_ptr, request * table_stride, COLUMN_STRIDES[3], blocks, block, ahead, window_shown, BLOCK_SIZE)
+            ahead = tl.maximum(record, 0).to(tl.uint32)
+            slot = slot_at(compressed_table_ptr, compressed_row, COLUMN_STRIDES[4], compressed_blocks, 0, ahead, shown, COMPRESSED_BLOCK_SIZE)
+            last = _store(
+                row_ptr, window_column, window_slot, listed, visible, column, slot, shown, BLOCK_SIZE, BLOCK_SPAN, COMPRESSED_BLOCK_SIZE, COMPRESSED_BLOCK_SPAN,
+                WINDOW, TOPK, WIDTH, True,
+            )  # fmt: skip
+            count = tl.maximum(count, last)
+    tl.store(lens_ptr + token, tl.where(listed, tl.maximum(visible, WINDOW) + count, 0))
+
+
+@triton.jit
+def _store(
+    row_ptr, window_column, window_slot, listed, visible, column, slot, shown, BLOCK_SIZE: tl.constexpr, BLOCK_SPAN: tl.constexpr,
+    COMPRESSED_BLOCK_SIZE: tl.constexpr, COMPRESSED_BLOCK_SPAN: tl.constexpr, WINDOW: tl.constexpr, TOPK: tl.constexpr, WIDTH: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Write a part of a row, and tell one past the last of its compressed columns that holds an entry."""
+    last = 0
+    if COUNTED:
+        last = tl.max(tl.where(shown, column + 1, 0), 0)
+    start = tl.maximum(visible, WINDOW)
+    window_slot = tl.where(listed & (window_column < visible), packed(window_slot, BLOCK_SIZE, BLOCK_SPAN), -1)
+    target = window_column + tl.where(window_column < start, 0, TOPK)
+    tl.store(row_ptr + target, window_slot, mask=window_column < WIDTH - TOPK)
+    slot = tl.where(shown, packed(slot, COMPRESSED_BLOCK_SIZE, COMPRESSED_BLOCK_SPAN), -1)
+    tl.store(row_ptr + start + column, slot, mask=column < TOPK)
+    return last
+
+
+def build_mixed_sparse_indices(
+    decode_swa_indices: torch.Tensor,
+    decode_swa_lens: torch.Tensor,
+    decode_topk_indices: torch.Tensor,
+    prefill_topk_indices: torch.Tensor | None,
+    positions: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    is_valid_token: torch.Tensor,
+    block_table: torch.Tensor,
+    compressed_block_table: torch.Tensor,
+    *,
+    width: int,
+    window: int,
+    **constants: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``width`` is that of the rows; ``constants`` are ``DECODE_TOPK_LENS`` and the block sizes and flags of the kernel."""
+    (decodes, swa_width), topk, tokens = decode_swa_indices.shape, decode_topk_indices.shape[1], positions.shape[0]
+    topk_lens = constants.pop("DECODE_TOPK_LENS")
+    indices, lens = decode_swa_indices.new_empty((tokens, width)), decode_swa_indices.new_empty((tokens,))
+    window_columns, window_parts, _ = row_columns(width - topk)
+    topk_columns, topk_parts, warps = row_columns(topk)
+    launch(
+        build_mixed_kernel,
+        tokens,
+        positions.device,
+        indices,
+        lens,
+        decode_swa_indices,
+        decode_swa_lens,
+        decode_topk_indices,
+        topk_lens,
+        prefill_topk_indices,
+        positions,
+        token_to_req_indices,
+        is_valid_token,
+        block_table,
+        compressed_block_table,
+        decodes,
+        block_table.shape[0],
+        min(block_table.shape[1], 2**31 - 1),
+        min(compressed_block_table.shape[1], 2**31 - 1),
+        decode_swa_indices.stride(0),
+        decode_swa_lens.stride(0),
+        decode_topk_indices.stride(0),
+        0 if topk_lens is None else topk_lens.stride(0),
+        0 if prefill_topk_indices is None else prefill_topk_indices.stride(0),
+        positions.stride(0),
+        token_to_req_indices.stride(0),
+        is_valid_token.stride(0),
+        block_table.stride(0),
+        compressed_block_table.stride(0),
+        COLUMN_STRIDES=(
+            decode_swa_indices.stride(1),
+            decode_topk_indices.stride(1),
+            1 if prefill_topk_indices is None else prefill_topk_indices.stride(1),
+            block_table.stride(1),
+            compressed_block_table.stride(1),
+        ),
+        WINDOW=window,
+        SWA_WIDTH=swa_width,
+        TOPK=topk,
+        WIDTH=width,
+        WINDOW_COLUMNS=window_columns,
+        TOPK_COLUMNS=topk_columns,
+        PARTS=max(window_parts, topk_parts),
+        num_warps=warps,
+        **constants,
+    )
+    return indices, lens

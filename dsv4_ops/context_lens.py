@@ -118,6 +118,12 @@ def _mtp_torch(seq_lens: torch.Tensor, next_n: int, compress_ratio: int = 1, *, 
     return _visible_torch(seq_lens[:, None], back, compress_ratio, max_seq_len)
 
 
+def _mtp_triton(seq_lens: torch.Tensor, next_n: int, compress_ratio: int = 1, *, max_seq_len: int | None = None) -> torch.Tensor:
+    from ._triton import context_lens as kernels
+
+    return kernels.mtp_context_lens(seq_lens, next_n, compress_ratio, max_seq_len)
+
+
 def _mtp_fake(seq_lens: torch.Tensor, next_n: int, compress_ratio: int = 1, *, max_seq_len: int | None = None) -> torch.Tensor:
     return seq_lens.new_empty((seq_lens.shape[0], next_n), dtype=torch.int32)
 
@@ -154,7 +160,14 @@ def _mtp_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 
 MTP_CONTEXT_LENS.implement(
-    check=_mtp_check, reference=_mtp_reference, torch_impl=_mtp_torch, fake=_mtp_fake, samples=_mtp_samples, sized=_mtp_sized, bad_inputs=_mtp_bad_inputs
+    check=_mtp_check,
+    reference=_mtp_reference,
+    torch_impl=_mtp_torch,
+    triton=_mtp_triton,
+    fake=_mtp_fake,
+    samples=_mtp_samples,
+    sized=_mtp_sized,
+    bad_inputs=_mtp_bad_inputs,
 )
 
 # --------------------------------------------------------------------------------------------- ragged_context_lens
@@ -219,6 +232,14 @@ def _ragged_torch(
     return lens.masked_fill(~valid, 0), request.to(torch.int32), valid
 
 
+def _ragged_triton(
+    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, num_tokens: int, compress_ratio: int = 1, *, max_seq_len: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from ._triton import context_lens as kernels
+
+    return kernels.ragged_context_lens(seq_lens, query_start_loc, num_tokens, compress_ratio, max_seq_len)
+
+
 def _ragged_fake(
     seq_lens: torch.Tensor, query_start_loc: torch.Tensor, num_tokens: int, compress_ratio: int = 1, *, max_seq_len: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -269,6 +290,7 @@ RAGGED_CONTEXT_LENS.implement(
     check=_ragged_check,
     reference=_ragged_reference,
     torch_impl=_ragged_torch,
+    triton=_ragged_triton,
     fake=_ragged_fake,
     samples=_ragged_samples,
     sized=_ragged_sized,
@@ -310,6 +332,12 @@ def _expand_torch(block_table: torch.Tensor, token_to_req_indices: torch.Tensor,
     if block_table.shape[0] == 0:
         return block_table.new_zeros((requests.shape[0], block_table.shape[1]))
     return block_table.index_select(0, requests).masked_fill_(~has_request[:, None], _checks.NULL_BLOCK)
+
+
+def _expand_triton(block_table: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor) -> torch.Tensor:
+    from ._triton import context_lens as kernels
+
+    return kernels.expand_block_table(block_table, token_to_req_indices, is_valid_token)
 
 
 def _expand_fake(block_table: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor) -> torch.Tensor:
@@ -355,6 +383,7 @@ EXPAND_BLOCK_TABLE.implement(
     check=_expand_check,
     reference=_expand_reference,
     torch_impl=_expand_torch,
+    triton=_expand_triton,
     fake=_expand_fake,
     samples=_expand_samples,
     sized=_expand_sized,
@@ -401,6 +430,12 @@ def _local_torch(lens: torch.Tensor, cp_rank: int, cp_size: int, cp_interleave: 
     return (whole * cp_interleave + own).clamp(max=INT32_MAX).to(torch.int32)
 
 
+def _local_triton(lens: torch.Tensor, cp_rank: int, cp_size: int, cp_interleave: int = 1) -> torch.Tensor:
+    from ._triton import context_lens as kernels
+
+    return kernels.local_context_lens(lens, cp_rank, cp_size, cp_interleave)
+
+
 def _local_fake(lens: torch.Tensor, cp_rank: int, cp_size: int, cp_interleave: int = 1) -> torch.Tensor:
     return lens.new_empty(lens.shape, dtype=torch.int32)
 
@@ -437,5 +472,12 @@ def _local_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 
 LOCAL_CONTEXT_LENS.implement(
-    check=_local_check, reference=_local_reference, torch_impl=_local_torch, fake=_local_fake, samples=_local_samples, sized=_local_sized, bad_inputs=_local_bad_inputs
+    check=_local_check,
+    reference=_local_reference,
+    torch_impl=_local_torch,
+    triton=_local_triton,
+    fake=_local_fake,
+    samples=_local_samples,
+    sized=_local_sized,
+    bad_inputs=_local_bad_inputs,
 )

@@ -83,6 +83,12 @@ def _csr_torch(indices: torch.Tensor, lens: torch.Tensor, *, drop_holes: bool = 
     return indptr, torch.empty_like(values).scatter_(0, place, values)
 
 
+def _csr_triton(indices: torch.Tensor, lens: torch.Tensor, *, drop_holes: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    from ._triton import slot_layouts as kernels
+
+    return kernels.swa_indices_to_csr(indices, lens, drop_holes)
+
+
 def _csr_fake(indices: torch.Tensor, lens: torch.Tensor, *, drop_holes: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     return indices.new_empty((indices.shape[0] + 1,)), indices.new_empty((indices.shape[0] * indices.shape[1],))
 
@@ -124,7 +130,14 @@ def _csr_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 
 SWA_INDICES_TO_CSR.implement(
-    check=_csr_check, reference=_csr_reference, torch_impl=_csr_torch, fake=_csr_fake, samples=_csr_samples, sized=_csr_sized, bad_inputs=_csr_bad_inputs
+    check=_csr_check,
+    reference=_csr_reference,
+    torch_impl=_csr_torch,
+    triton=_csr_triton,
+    fake=_csr_fake,
+    samples=_csr_samples,
+    sized=_csr_sized,
+    bad_inputs=_csr_bad_inputs,
 )
 
 # ----------------------------------------------------------------------------------------------- packed_page_slots
@@ -177,6 +190,12 @@ def _packed_torch(slots: torch.Tensor, block_size: int, block_span: int) -> torc
     return packed(slots, block_size, block_span)
 
 
+def _packed_triton(slots: torch.Tensor, block_size: int, block_span: int) -> torch.Tensor:
+    from ._triton import slot_layouts as kernels
+
+    return kernels.packed_page_slots(slots, block_size, block_span)
+
+
 def _packed_fake(slots: torch.Tensor, block_size: int, block_span: int) -> torch.Tensor:
     return slots.new_empty(slots.shape)
 
@@ -213,5 +232,12 @@ def _packed_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 
 PACKED_PAGE_SLOTS.implement(
-    check=_packed_check, reference=_packed_reference, torch_impl=_packed_torch, fake=_packed_fake, samples=_packed_samples, sized=_packed_sized, bad_inputs=_packed_bad_inputs
+    check=_packed_check,
+    reference=_packed_reference,
+    torch_impl=_packed_torch,
+    triton=_packed_triton,
+    fake=_packed_fake,
+    samples=_packed_samples,
+    sized=_packed_sized,
+    bad_inputs=_packed_bad_inputs,
 )

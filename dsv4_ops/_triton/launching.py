@@ -26,15 +26,16 @@ def compile_once(*, aligned: tuple[str, ...]) -> Callable[[Callable[..., Any]], 
     return jit
 
 
-def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
+def launch(kernel: Any, programs: int | tuple[int, int], device: torch.device, *args: Any, **constants: Any) -> None:
     """Start ``programs`` programs on ``device``, which need not be the current one; none for an empty output."""
-    if programs == 0:
+    grid = (programs,) if isinstance(programs, int) else programs
+    if 0 in grid:
         return
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        kernel[(programs,)](*args, **constants)
+        kernel[grid](*args, **constants)
     else:
         with torch.cuda.device(device):
-            kernel[(programs,)](*args, **constants)
+            kernel[grid](*args, **constants)
 
 
 def tile(width: int, elements: int, widest: int = 1024) -> tuple[int, int, int]:
@@ -50,3 +51,15 @@ def row_columns(width: int, widest: int = 1024) -> tuple[int, int, int]:
     """Columns of the block in which one program goes through a row, how many blocks that takes, and warps for it."""
     columns = min(triton.next_power_of_2(max(width, 1)), widest)
     return columns, max(1, triton.cdiv(width, columns)), min(4, max(1, columns // 128))
+
+
+def layout(tensor: torch.Tensor) -> tuple[bool, tuple[int, ...]]:
+    """Whether the elements of up to three dimensions lie one after the other, and the sizes and strides of the last two and the first.
+
+    By strides alone: ``is_contiguous`` also holds for a single row of a wider buffer, and one row must not be another kernel.
+    """
+    sizes, strides = (1,) * (3 - tensor.dim()) + tuple(tensor.shape), (0,) * (3 - tensor.dim()) + tensor.stride()
+    dense, expected = True, 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        dense, expected = dense and stride == expected, expected * size
+    return dense, (*sizes[1:], *strides)

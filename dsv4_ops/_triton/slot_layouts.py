@@ -1,0 +1,177 @@
+"""Ragged rows and slots of packed pages."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .elements import offset_of
+from .launching import compile_once, launch, layout, tile
+from .slots import largest_slot
+
+ELEMENTS = 512
+CSR_ELEMENTS, CSR_WARPS, LENS = 2048, 4, 1024
+# Where holes are dropped a program counts through all rows, so that few programs take many rows each.
+HOLES_ELEMENTS, HOLES_WARPS = 8192, 16
+
+
+@compile_once(aligned=())
+def packed_page_slots_kernel(
+    out_ptr,
+    slots_ptr,
+    count,
+    size1,
+    size2,
+    stride0,
+    stride1,
+    stride2,
+    DENSE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SPAN: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    slot = tl.load(slots_ptr + offset_of(element, size1, size2, stride0, stride1, stride2, DENSE), mask=element < count, other=-1)
+    LARGEST: tl.constexpr = largest_slot(BLOCK_SIZE, BLOCK_SPAN, LIMIT)
+    fits = (slot >= 0) & (slot <= LARGEST)
+    slot = tl.where(fits, slot, 0)
+    if LIMIT == 2147483647:
+        page = (slot.to(tl.uint32) // BLOCK_SIZE).to(tl.int64)
+    else:
+        page = slot // BLOCK_SIZE
+    moved = slot.to(tl.int64) + page * (BLOCK_SPAN - BLOCK_SIZE)
+    tl.store(out_ptr + element, tl.where(fits, moved, -1).to(out_ptr.dtype.element_ty), mask=element < count)
+
+
+@compile_once(aligned=())
+def swa_indices_to_csr_kernel(
+    indptr_ptr,
+    flat_ptr,
+    indices_ptr,
+    lens_ptr,
+    rows,
+    row_stride,
+    lens_stride,
+    COLUMN_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DROP_HOLES: tl.constexpr,
+    LENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Every program counts for itself what stands before its rows and in all of them: nobody waits for another.
+
+    Entries that belong to no row go behind all that do, in order, so that every place is written exactly once.
+    """
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    live = row < rows
+    length = tl.minimum(tl.maximum(tl.load(lens_ptr + row * lens_stride, mask=live, other=0), 0), WIDTH)
+    if DROP_HOLES:
+        kept, before, every = _count_entries(indices_ptr, lens_ptr, first_row, rows, row_stride, lens_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
+    else:
+        kept = length
+        before, every = _count_lens(lens_ptr, first_row, rows, lens_stride, WIDTH, LENS)
+    end = before + tl.cumsum(kept, 0)
+    tl.store(indptr_ptr + row + 1, end, mask=live)
+    tl.store(indptr_ptr + row, 0, mask=row == 0)
+    start = end - kept
+    # The entries of all rows before this one that were left out come first behind the kept ones.
+    rest = (every + row * WIDTH - start).to(tl.int32)
+    for begin in range(0, WIDTH, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)[None, :]
+        slot = tl.load(indices_ptr + row[:, None] * row_stride + column * COLUMN_STRIDE, mask=live[:, None] & (column < WIDTH), other=-1)
+        keep = (column < length[:, None]) & live[:, None]
+        if DROP_HOLES:
+            keep = keep & (slot >= 0)
+            seen = tl.cumsum(keep.to(tl.int32), 1)
+            kept_before = seen - keep.to(tl.int32)
+            place = tl.where(keep, start[:, None] + kept_before, rest[:, None] + column - begin - kept_before)
+            advance = tl.max(seen, 1)
+            start += advance
+            rest += tl.minimum(COLUMNS, WIDTH - begin) - advance
+        else:
+            place = tl.where(keep, start[:, None] + column, rest[:, None] + column - length[:, None])
+        tl.store(flat_ptr + place, tl.where(keep, slot, -1), mask=live[:, None] & (column < WIDTH))
+
+
+@triton.jit
+def _count_lens(lens_ptr, first_row, rows, lens_stride, WIDTH: tl.constexpr, LENS: tl.constexpr):
+    """Sums of the lengths before ``first_row`` and of all: below 2**31 each, so that one reduction of int64 does both."""
+    both = tl.zeros((LENS,), tl.int64)
+    for begin in range(0, rows, LENS):
+        row = begin + tl.arange(0, LENS).to(tl.int64)
+        length = tl.load(lens_ptr + row * lens_stride, mask=row < rows, other=0)
+        both += tl.minimum(tl.maximum(length, 0), WIDTH) * tl.where(row < first_row, 0x100000001, 0x100000000)
+    both = tl.sum(both, 0)
+    return (both & 0xFFFFFFFF).to(tl.int32), (both >> 32).to(tl.int32)
+
+
+@triton.jit
+def _count_entries(
+    indices_ptr, lens_ptr, first_row, rows, row_stride, lens_stride, COLUMN_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The entries that are no holes: of each own row, of all rows before, and of all rows."""
+    kept, both = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int64)
+    for begin in range(0, rows, ROWS):
+        row = begin + tl.arange(0, ROWS).to(tl.int64)
+        length = tl.load(lens_ptr + row * lens_stride, mask=row < rows, other=0)
+        count = tl.zeros((ROWS,), tl.int32)
+        for first_column in range(0, WIDTH, COLUMNS):
+            column = first_column + tl.arange(0, COLUMNS)[None, :]
+            mask = (row < rows)[:, None] & (column < WIDTH) & (column < length[:, None])
+            slot = tl.load(indices_ptr + row[:, None] * row_stride + column * COLUMN_STRIDE, mask=mask, other=-1)
+            count += tl.sum((slot >= 0).to(tl.int32), 1)
+        both += count * tl.where(row < first_row, 0x100000001, 0x100000000)
+        kept = tl.where(begin == first_row, count, kept)
+    both = tl.sum(both, 0)
+    return kept, (both & 0xFFFFFFFF).to(tl.int32), (both >> 32).to(tl.int32)
+
+
+def packed_page_slots(slots: torch.Tensor, block_size: int, block_span: int) -> torch.Tensor:
+    out = slots.new_empty(slots.shape)
+    dense, sizes = layout(slots)
+    launch(
+        packed_page_slots_kernel,
+        triton.cdiv(slots.numel(), ELEMENTS),
+        slots.device,
+        out,
+        slots,
+        slots.numel(),
+        *sizes,
+        DENSE=dense,
+        BLOCK_SIZE=block_size,
+        BLOCK_SPAN=block_span,
+        LIMIT=torch.iinfo(slots.dtype).max,
+        ELEMENTS=ELEMENTS,
+        num_warps=4,
+    )
+    return out
+
+
+def swa_indices_to_csr(indices: torch.Tensor, lens: torch.Tensor, drop_holes: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, width = indices.shape
+    indptr, flat = indices.new_empty((num_rows + 1,)), indices.new_empty((num_rows * width,))
+    rows, columns, _ = tile(width, HOLES_ELEMENTS if drop_holes else CSR_ELEMENTS)
+    launch(
+        swa_indices_to_csr_kernel,
+        max(1, triton.cdiv(num_rows, rows)),  # without rows there still is indptr[0]
+        indices.device,
+        indptr,
+        flat,
+        indices,
+        lens,
+        num_rows,
+        indices.stride(0),
+        lens.stride(0),
+        COLUMN_STRIDE=indices.stride(1),
+        WIDTH=width,
+        DROP_HOLES=drop_holes,
+        LENS=LENS,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=HOLES_WARPS if drop_holes else CSR_WARPS,
+    )
+    return indptr, flat

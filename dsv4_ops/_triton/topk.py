@@ -49,16 +49,18 @@ def topk_kernel(
     # ``bound``: the largest key that at least k columns reach, LOWEST if none; ``above``: how many pass it.
     bound = tl.full((), LOWEST, tl.int32)
     above = tl.full((), 0, tl.int32)
-    step = tl.full((), 1 << (BITS - 2), tl.int32)
-    for _digit in range(tl.where(length > k, BITS // 2, 0)):
+    step = tl.where(length > k, 1 << (BITS - 2), 0)
+    while step > 0:
         reach_1 = tl.zeros((BLOCK,), tl.int32)
         reach_2 = tl.zeros((BLOCK,), tl.int32)
         reach_3 = tl.zeros((BLOCK,), tl.int32)
-        for begin in range(0, length, BLOCK):
+        begin = tl.full((), 0, tl.int64)
+        while begin < length:
             _columns, _scores, keys = _load(row_ptr, begin, length, BLOCK, BITS)
             reach_1 += (keys >= bound + step).to(tl.int32)
             reach_2 += (keys >= bound + step + step).to(tl.int32)
             reach_3 += (keys >= bound + step + step + step).to(tl.int32)
+            begin += BLOCK
         count_1, count_2, count_3 = tl.sum(reach_1), tl.sum(reach_2), tl.sum(reach_3)
         above = tl.where(count_3 >= k, above, tl.where(count_2 >= k, count_3, tl.where(count_1 >= k, count_2, count_1)))
         steps = (count_1 >= k).to(tl.int32) + (count_2 >= k).to(tl.int32) + (count_3 >= k).to(tl.int32)
@@ -72,7 +74,8 @@ def topk_kernel(
         values_ptr += row * k
     written = tl.full((), 0, tl.int32)
     ties = k - above
-    for begin in range(0, length, BLOCK):
+    begin = tl.full((), 0, tl.int64)
+    while begin < length:
         columns, scores, keys = _load(row_ptr, begin, length, BLOCK, BITS)
         better = (keys > bound).to(tl.int32)
         tied = ((keys == bound) & (keys > LOWEST)).to(tl.int32)
@@ -86,12 +89,15 @@ def topk_kernel(
         block_tied = tl.minimum(tl.sum(tied), ties)
         written += tl.sum(better) + block_tied
         ties -= block_tied
-    for begin in range(0, k, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
+        begin += BLOCK
+    begin_rest = tl.full((), 0, tl.int32)
+    while begin_rest < k:
+        place = begin_rest + tl.arange(0, BLOCK)
         rest = (place >= written) & (place < k)
         tl.store(indices_ptr + place, -1, mask=rest)
         if values_ptr is not None:
             tl.store(values_ptr + place, float("-inf"), mask=rest)
+        begin_rest += BLOCK
 
 
 def arguments(logits, lengths, k, max_seq_len, values, indices):

@@ -101,6 +101,12 @@ def _torch(gate_up: torch.Tensor, alpha: float = 1.0, beta: float = 0.0, limit: 
     return torch.div(g, result, out=result).mul_(u).to(gate_up.dtype).contiguous()
 
 
+def _triton(gate_up: torch.Tensor, alpha: float = 1.0, beta: float = 0.0, limit: float | None = None, interleaved: bool = False) -> torch.Tensor:
+    from ._triton import swiglu as kernels
+
+    return kernels.swiglu(gate_up, alpha, beta, limit, interleaved)
+
+
 def _fake(gate_up: torch.Tensor, alpha: float = 1.0, beta: float = 0.0, limit: float | None = None, interleaved: bool = False) -> torch.Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
@@ -138,7 +144,7 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     yield BadInput("limit NaN", (x, 1.0, 0.0, float("nan")), ArgumentError, "limit must be above 0")
 
 
-SWIGLU.implement(check=_check, reference=_reference, torch_impl=_torch, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs)
+SWIGLU.implement(check=_check, reference=_reference, torch_impl=_torch, triton=_triton, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs)
 
 SWIGLU_PER_EXPERT = _registry.define(
     "swiglu_per_expert(Tensor gate_up, Tensor expert_ids, Tensor alpha, Tensor beta, Tensor limit, bool interleaved=False) -> Tensor", out=("out",)
@@ -197,6 +203,14 @@ def _expert_torch(
     return result.masked_fill_(~live[:, None], 0.0).to(gate_up.dtype).contiguous()
 
 
+def _expert_triton(
+    gate_up: torch.Tensor, expert_ids: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, limit: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    from ._triton import swiglu as kernels
+
+    return kernels.swiglu(gate_up, alpha, beta, limit, interleaved, expert_ids)
+
+
 def _expert_fake(
     gate_up: torch.Tensor, expert_ids: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, limit: torch.Tensor, interleaved: bool = False
 ) -> torch.Tensor:
@@ -237,7 +251,8 @@ def _expert_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 
 SWIGLU_PER_EXPERT.implement(
-    check=_expert_check, reference=_expert_reference, torch_impl=_expert_torch, fake=_expert_fake, samples=_expert_samples, sized=_expert_sized, bad_inputs=_expert_bad_inputs
+    check=_expert_check, reference=_expert_reference, torch_impl=_expert_torch, triton=_expert_triton, fake=_expert_fake, samples=_expert_samples, sized=_expert_sized,
+    bad_inputs=_expert_bad_inputs,
 )  # fmt: skip
 
 _MISSING: Any = object()

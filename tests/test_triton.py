@@ -29,7 +29,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 ON_CUDA = LAUNCHED if torch.cuda.is_available() else NO_GPU
 
 SEEDS = 3
-TOLERANT: dict[str, tuple[float, float, str]] = {}
+EXP = "every machine has an exponential of its own: a bf16 result may be its neighbour. What fp32 results keep is in test_swiglu_cuda.py"
+TOLERANT: dict[str, tuple[float, float, str]] = dict.fromkeys(("swiglu", "swiglu_per_expert"), (2**-7, 1e-36, EXP))
 """Ops whose kernel rounds otherwise than the reference: (rtol, atol) of its floating-point results, and why. Others give the same bits."""
 
 QUADS = "logits whose rows start on 16 bytes are loaded four at a time: it follows from the vocabulary and the allocation, not from a count"

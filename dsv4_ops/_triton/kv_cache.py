@@ -41,7 +41,7 @@ def _bits(values):
 
 
 @triton.jit
-def _bf16(bits):
+def rounded_to_bf16(bits):
     """int16 bits of the bf16 value nearest to fp32 ``bits``, ties to even."""
     magnitude = bits & 0x7FFFFFFF
     rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
@@ -52,7 +52,7 @@ def _bf16(bits):
 @triton.jit
 def _bf16_bits(values):
     """int16 bits of ``values`` as bf16; those of bf16 values as they are."""
-    return values.to(tl.int16, bitcast=True) if values.dtype == tl.bfloat16 else _bf16(values.to(tl.int32, bitcast=True))
+    return values.to(tl.int16, bitcast=True) if values.dtype == tl.bfloat16 else rounded_to_bf16(values.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def _decode(code, exponent):
     scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
     bits = (value * scale[:, :, None]).to(tl.int32, bitcast=True)
     bits = tl.where((magnitude == 0x7F) | (exponent == 255)[:, :, None], 0x7FC00000, bits)
-    return _bf16(bits | (code & 0x80) << 24)
+    return rounded_to_bf16(bits | (code & 0x80) << 24)
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def kv_cache_insert_kernel(
         if cache_ptr.dtype.element_ty == tl.float32:
             body, tail = bits.to(tl.float32, bitcast=True), _bits(rotary).to(tl.float32, bitcast=True)
         else:
-            body, tail = _bf16(bits).to(tl.bfloat16, bitcast=True), _bf16_bits(rotary).to(tl.bfloat16, bitcast=True)
+            body, tail = rounded_to_bf16(bits).to(tl.bfloat16, bitcast=True), _bf16_bits(rotary).to(tl.bfloat16, bitcast=True)
         tl.store(data[:, None, None] + column[None, :, :], body, mask=listed & valid[:, None, None])
         tl.store(_rows(cache_ptr, page + offset * _HEAD_DIM + _NOPE_DIM, CACHE_ALIGNED)[:, None] + place[None, :], tail, mask=valid[:, None])
 

@@ -8,10 +8,10 @@ import triton.language as tl
 
 from .elements import offset_of
 from .launching import compile_once, launch, layout, tile
-from .slots import largest_slot
+from .slots import flat, largest_slot, spread
 
 ELEMENTS = 512
-CSR_ELEMENTS, CSR_WARPS, LENS = 2048, 4, 1024
+CSR_ELEMENTS, CSR_WARPS, LENS = 1024, 4, 1024
 # Where holes are dropped a program counts through all rows, so that few programs take many rows each.
 HOLES_ELEMENTS, HOLES_WARPS = 8192, 16
 
@@ -69,32 +69,56 @@ def swa_indices_to_csr_kernel(
     row = first_row + tl.arange(0, ROWS)
     live = row < rows
     length = tl.minimum(tl.maximum(tl.load(lens_ptr + row * lens_stride, mask=live, other=0), 0), WIDTH)
+    slot = _slots(indices_ptr, first_row, 0, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
     if DROP_HOLES:
         kept, before, every = _count_entries(indices_ptr, lens_ptr, first_row, rows, row_stride, lens_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
     else:
         kept = length
         before, every = _count_lens(lens_ptr, first_row, rows, lens_stride, WIDTH, LENS)
     end = before + tl.cumsum(kept, 0)
-    tl.store(indptr_ptr + row + 1, end, mask=live)
-    tl.store(indptr_ptr + row, 0, mask=row == 0)
     start = end - kept
     # The entries of all rows before this one that were left out come first behind the kept ones.
     rest = (every + row * WIDTH - start).to(tl.int32)
-    for begin in range(0, WIDTH, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)[None, :]
-        slot = tl.load(indices_ptr + row[:, None] * row_stride + column * COLUMN_STRIDE, mask=live[:, None] & (column < WIDTH), other=-1)
-        keep = (column < length[:, None]) & live[:, None]
-        if DROP_HOLES:
-            keep = keep & (slot >= 0)
-            seen = tl.cumsum(keep.to(tl.int32), 1)
-            kept_before = seen - keep.to(tl.int32)
-            place = tl.where(keep, start[:, None] + kept_before, rest[:, None] + column - begin - kept_before)
-            advance = tl.max(seen, 1)
-            start += advance
-            rest += tl.minimum(COLUMNS, WIDTH - begin) - advance
-        else:
-            place = tl.where(keep, start[:, None] + column, rest[:, None] + column - length[:, None])
-        tl.store(flat_ptr + place, tl.where(keep, slot, -1), mask=live[:, None] & (column < WIDTH))
+    start, rest = _place(flat_ptr, slot, first_row, 0, rows, start, rest, length, WIDTH, DROP_HOLES, ROWS, COLUMNS)
+    for begin in range(COLUMNS, WIDTH, COLUMNS):
+        slot = _slots(indices_ptr, first_row, begin, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
+        start, rest = _place(flat_ptr, slot, first_row, begin, rows, start, rest, length, WIDTH, DROP_HOLES, ROWS, COLUMNS)
+    tl.store(indptr_ptr + row + 1, end, mask=live)
+    tl.store(indptr_ptr + row, 0, mask=row == 0)
+
+
+@triton.jit
+def _slots(
+    indices_ptr, first_row, begin, rows, row_stride, COLUMN_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The entries of ``COLUMNS`` columns of the rows, flat."""
+    cell = tl.arange(0, ROWS * COLUMNS)
+    row, column = first_row + cell // COLUMNS, begin + cell % COLUMNS
+    return tl.load(indices_ptr + (row * row_stride + column * COLUMN_STRIDE), mask=(row < rows) & (column < WIDTH), other=-1)
+
+
+@triton.jit
+def _place(
+    flat_ptr, slot, first_row, begin, rows, start, rest, length, WIDTH: tl.constexpr, DROP_HOLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Write entries from column ``begin`` on: kept ones from ``start``, -1 for the others from ``rest``. Returns where both go on."""
+    cell = tl.arange(0, ROWS * COLUMNS)
+    column = begin + cell % COLUMNS
+    mask = (first_row + cell // COLUMNS < rows) & (column < WIDTH)
+    keep = mask & (column < spread(length, COLUMNS))
+    if DROP_HOLES:
+        keep = keep & (slot >= 0)
+        ones = tl.reshape(keep.to(tl.int32), [ROWS, COLUMNS])
+        seen = tl.cumsum(ones, 1)
+        kept_before = flat(seen - ones)
+        place = tl.where(keep, spread(start, COLUMNS) + kept_before, spread(rest, COLUMNS) + cell % COLUMNS - kept_before)
+        advance = tl.max(seen, 1)
+        start += advance
+        rest += tl.minimum(COLUMNS, WIDTH - begin) - advance
+    else:
+        place = column + tl.where(keep, spread(start, COLUMNS), spread(rest - length, COLUMNS))
+    tl.store(flat_ptr + place, tl.where(keep, slot, -1), mask=mask)
+    return start, rest
 
 
 @triton.jit
@@ -153,14 +177,14 @@ def packed_page_slots(slots: torch.Tensor, block_size: int, block_span: int) -> 
 
 def swa_indices_to_csr(indices: torch.Tensor, lens: torch.Tensor, drop_holes: bool) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, width = indices.shape
-    indptr, flat = indices.new_empty((num_rows + 1,)), indices.new_empty((num_rows * width,))
+    indptr, entries = indices.new_empty((num_rows + 1,)), indices.new_empty((num_rows * width,))
     rows, columns, _ = tile(width, HOLES_ELEMENTS if drop_holes else CSR_ELEMENTS)
     launch(
         swa_indices_to_csr_kernel,
         max(1, triton.cdiv(num_rows, rows)),  # without rows there still is indptr[0]
         indices.device,
         indptr,
-        flat,
+        entries,
         indices,
         lens,
         num_rows,
@@ -174,4 +198,4 @@ def swa_indices_to_csr(indices: torch.Tensor, lens: torch.Tensor, drop_holes: bo
         COLUMNS=columns,
         num_warps=HOLES_WARPS if drop_holes else CSR_WARPS,
     )
-    return indptr, flat
+    return indptr, entries

@@ -54,3 +54,9 @@ def token_request(requests_ptr, request_stride, valid_ptr, valid_stride, token, 
     valid = tl.load(valid_ptr + token * valid_stride, mask=live, other=0)
     has_request = (valid != 0) & (request >= 0) & (request < num_reqs)
     return tl.where(has_request, request, 0).to(tl.int64), has_request
+
+
+@triton.jit
+def spread(row_value, COLUMNS: tl.constexpr):
+    """A value of each row, at each column of a flat block of ``COLUMNS`` columns."""
+    return flat(tl.broadcast_to(row_value[:, None], [row_value.shape[0], COLUMNS]))

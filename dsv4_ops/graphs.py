@@ -447,7 +447,7 @@ class GraphPool:
         return step
 
     def capture(self, *, ascending: bool = False) -> GraphReport:
-        """Run every step at every size on padding, lock the workspace, and capture what is not captured yet.
+        """Run every step at every size on padding, capture what is not captured yet, and lock the workspace.
 
         Larger sizes go first unless ``ascending``, which is right too but takes more memory. Without graphs it only warms up. A workspace
         that another pool has locked may grow here: graphs that used it are then captured again at their next call.
@@ -457,17 +457,16 @@ class GraphPool:
             for step in dict.fromkeys(step for _, step in missing):
                 step._warm_up(self.recorder)
             if self.recorder is not None:
-                self.manager.lock()
                 for size, step in sorted(missing, key=lambda pair: pair[0], reverse=not ascending):
                     step._capture(self.recorder, size)
-        if self.recorder is not None:
-            self.manager.lock()
+                self.manager.lock(self)
         return self.report()
 
     def reset(self) -> None:
-        """Drop all graphs. The steps can be captured again."""
+        """Drop all graphs, and the lock of the workspace. The steps can be captured again."""
         for step in self.steps.values():
             step.reset()
+        self.manager.unlock(self)
 
     def report(self) -> GraphReport:
         """Bytes by step, of the pool and of the workspace."""

@@ -113,20 +113,27 @@ def _current_translator() -> Any:
 
 
 def _reads_marks(compiler: Any) -> bool:
-    """Whether this backend, one that it wraps, or a pass in Inductor's post-grad slots has ``handles_lanes`` set."""
+    """Whether this backend, one that it wraps, or a pass in Inductor's post-grad slots has ``handles_lanes`` set.
+
+    The slots count unless the backend is one of PyTorch's own that does not run Inductor. One that nobody knows might.
+    """
     config = sys.modules.get("torch._inductor.config")
     slots = [getattr(config, name, None) for name in _POST_GRAD_SLOTS]
+    registry = getattr(sys.modules.get("torch._dynamo.backends.registry"), "_COMPILER_FNS", {})
+    without_slots = {id(function) for name, function in registry.items() if name != "inductor"}
+    runs_slots = True
     seen: set[int] = set()
     while compiler is not None and id(compiler) not in seen:
         seen.add(id(compiler))
         if getattr(compiler, "handles_lanes", False):
             return True
+        runs_slots = runs_slots and id(compiler) not in without_slots
         keywords = getattr(compiler, "kwargs", None)
         for options in (getattr(compiler, "config", None), keywords.get("options") if isinstance(keywords, dict) else None):
             slots += [options.get(name) for name in _POST_GRAD_SLOTS] if isinstance(options, dict) else []
         inner = ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__", "func")  # Dynamo's, torch.compile's, functools'
         compiler = next((value for name in inner if (value := getattr(compiler, name, None)) is not None), None)
-    return any(map(_handles_lanes, slots))
+    return runs_slots and any(map(_handles_lanes, slots))
 
 
 def _handles_lanes(slot: Any) -> bool:
@@ -201,27 +208,45 @@ def current_lane() -> int:
     return lane
 
 
-_unregistered: ContextVar[Mapping[Any, frozenset[int]] | None] = ContextVar("dsv4_ops_unregistered_ops", default=None)
-"""While a bound program runs: ops in its marked regions that no one registered, with the lanes of those regions."""
+@dataclass(frozen=True)
+class Unregistered:
+    """Ops in the marked regions of a program that no one registered."""
+
+    lanes: Mapping[Any, frozenset[int]]
+    """The lanes of the regions of each."""
+    are_all_that_ask: bool
+    """No op that is known to take scratch was left ambient."""
+
+
+_unregistered: ContextVar[Unregistered | None] = ContextVar("dsv4_ops_unregistered_ops", default=None)
+"""Those of the bound program that is running."""
 _warned_ops: set[Any] = set()
 
 
-def _warn_unregistered(unregistered: Mapping[Any, frozenset[int]], lane: int) -> None:
-    frame = sys._getframe(2) if unregistered.keys() - _warned_ops else None
+def _warn_unregistered(unregistered: Unregistered, lane: int) -> None:
+    suspects = {op for op, lanes in unregistered.lanes.items() if lanes - {lane}} - _warned_ops
+    frame, called = sys._getframe(2) if suspects else None, []
     while frame is not None:
         if frame.f_code is torch._ops.OpOverload.__call__.__code__:
-            op = frame.f_locals.get("self")
-            lanes = unregistered.get(op, frozenset())
-            if lanes - {lane} and op not in _warned_ops:
-                _warned_ops.add(op)
-                wanted = ", ".join(map(str, sorted(lanes)))
-                warnings.warn(
-                    f"{op} asks for the current workspace lane and runs in lane {lane}, though the program calls it inside use_workspace_lane({wanted}): it has "
-                    f"no lane bound, because it is not known to take scratch. Call dsv4_ops.passes.register_workspace_op(torch.ops.{op}) before compiling.",
-                    UserWarning,
-                    stacklevel=3,
-                )
+            called.append(frame.f_locals.get("self"))
         frame = frame.f_back
+    if not called and suspects and unregistered.are_all_that_ask:  # called by C++ (Inductor's cpp_wrapper): no frame says which op it was
+        _warn_lost(sorted(suspects, key=str), unregistered, lane)
+    for op in called:
+        if op in suspects - _warned_ops:
+            _warn_lost([op], unregistered, lane)
+
+
+def _warn_lost(ops: Sequence[Any], unregistered: Unregistered, lane: int) -> None:
+    _warned_ops.update(ops)
+    wanted = ", ".join(map(str, sorted(frozenset().union(*(unregistered.lanes[op] for op in ops)))))
+    names, calls = ", ".join(map(str, ops)), ", ".join(f"dsv4_ops.passes.register_workspace_op(torch.ops.{op})" for op in ops)
+    warnings.warn(
+        f"{names if len(ops) == 1 else 'one of ' + names} asks for the current workspace lane and runs in lane {lane}, though the program calls it inside "
+        f"use_workspace_lane({wanted}): it has no lane bound, because it is not known to take scratch. Call {calls} before compiling.",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def current_ubatch() -> int:
@@ -379,6 +404,8 @@ class WorkspaceManager:
         self._generations: dict[tuple[int, int], int] = {}
         self._retired: list[_Buffer] = []
         self._locked = False
+        self._lockers: weakref.WeakSet[object] = weakref.WeakSet()
+        self._unlocked = 0
         self._mutex = threading.RLock()
         self._scopes = threading.local()
         cuda = self.device.type == "cuda"
@@ -400,7 +427,7 @@ class WorkspaceManager:
 
     @property
     def is_locked(self) -> bool:
-        return self._locked
+        return not self._unlocked and (self._locked or len(self._lockers) > 0)
 
     @property
     def nbytes(self) -> int:
@@ -437,7 +464,7 @@ class WorkspaceManager:
             return [SlotReport(u, lane, b.nbytes, b.generation, len(b.leases), retired.get((u, lane), 0)) for (u, lane), b in sorted(self._slots.items())]
 
     def __repr__(self) -> str:
-        state = "locked" if self._locked else "open"
+        state = "locked" if self.is_locked else "open"
         slots = ", ".join(f"ubatch {r.ubatch} lane {r.lane}: {r.nbytes} B" for r in self.report()) or "empty"
         return f"WorkspaceManager({self.device}, {self._num_lanes} lanes, {self._num_ubatches} ubatches, {state}; {slots}; retired {self.retired_bytes} B)"
 
@@ -482,18 +509,25 @@ class WorkspaceManager:
                 for k in lanes:
                     self._ensure((u, k), _round_up(nbytes), "reserve")
 
-    def lock(self) -> None:
-        """Refuse growth from now on. First brings every ubatch of a lane to the lane's largest size."""
-        with self._mutex:
-            for lane in range(self._num_lanes):
-                largest = max((b.nbytes for (_, k), b in self._slots.items() if k == lane), default=0)
-                if largest:
-                    self.reserve(largest, lane=lane)
-            self._locked = True
+    def lock(self, owner: object | None = None) -> None:
+        """Refuse growth from now on. First brings every ubatch of a lane to the lane's largest size.
 
-    def unlock(self) -> None:
-        """Allow growth again. Storage that graphs have seen stays theirs."""
-        self._locked = False
+        With an ``owner`` (a pool of graphs), the lock is the owner's: it ends with it, or by ``unlock(owner)``.
+        """
+        with self._mutex:
+            self._even_out()
+            if owner is None:
+                self._locked = True
+            else:
+                self._lockers.add(owner)
+
+    def unlock(self, owner: object | None = None) -> None:
+        """Allow growth again: give up the lock of ``owner``, or everyone's. Storage that graphs have seen stays theirs."""
+        if owner is not None:
+            self._lockers.discard(owner)
+        else:
+            self._locked = False
+            self._lockers.clear()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -507,21 +541,23 @@ class WorkspaceManager:
 
     @contextlib.contextmanager
     def unlocked(self) -> Iterator[None]:
-        """Growth is allowed inside; locked again afterwards if it was."""
-        before = self._locked
-        self.unlock()
+        """Growth is allowed inside, whoever has locked."""
+        with self._mutex:
+            self._unlocked += 1
         try:
             yield
         finally:
-            if before:
-                self.lock()
+            with self._mutex:
+                if self._locked or self._lockers:
+                    self._even_out()
+                self._unlocked -= 1
 
     def raise_counts(self, num_lanes: int | None = None, num_ubatches: int | None = None) -> None:
         """Allow more lanes or ubatches (never fewer). Costs nothing until they are used."""
         lanes, ubatches = max(self._num_lanes, num_lanes or 0), max(self._num_ubatches, num_ubatches or 0)
         if lanes > MAX_LANES:
             raise LaneError(f"workspace on {self.device}: at most {MAX_LANES} lanes, asked for {lanes}.")
-        if self._locked and (lanes, ubatches) != (self._num_lanes, self._num_ubatches):
+        if self.is_locked and (lanes, ubatches) != (self._num_lanes, self._num_ubatches):
             raise WorkspaceLockedError(f"workspace on {self.device} is locked: it has {self._num_lanes} lanes and {self._num_ubatches} ubatches, asked for {lanes} and {ubatches}. Ask before lock().")
         self._num_lanes, self._num_ubatches = lanes, ubatches
 
@@ -596,6 +632,13 @@ class WorkspaceManager:
             raise LaneError(f"workspace on {self.device} has {self._num_ubatches} ubatch(es), asked for ubatch {ubatch}. Create it with num_ubatches={ubatch + 1}.")
         return ubatch, lane
 
+    def _even_out(self) -> None:
+        """Bring every ubatch of a lane to the lane's largest size, so that one that warm-up did not use still works."""
+        for lane in range(self._num_lanes):
+            largest = max((b.nbytes for (_, k), b in self._slots.items() if k == lane), default=0)
+            if largest:
+                self.reserve(largest, lane=lane)
+
     def _ensure(self, slot: tuple[int, int], nbytes: int, op: str) -> _Buffer | None:
         self._drop_unleased()
         current = self._slots.get(slot)
@@ -606,7 +649,7 @@ class WorkspaceManager:
         what = f"workspace of lane {lane}, ubatch {ubatch} on {self.device} holds {have} bytes, asked for {nbytes} by {op or _caller()}"
         if getattr(self._scopes, "lease", None) is not None or self._is_capturing():
             raise WorkspaceError(f"{what} during a CUDA graph capture: it cannot grow there, its memory would belong to the graph. Run the step once before capturing, or call reserve({nbytes}, lane={lane}).")
-        if self._locked:
+        if self.is_locked:
             raise WorkspaceLockedError(f"{what}, but it is locked and cannot grow: captured graphs hold its address. Reserve the largest step before lock(): reserve({nbytes}, lane={lane}).")
         with torch.inference_mode(False):
             storage = self._allocate(nbytes + ALIGNMENT, self.device)

@@ -1,7 +1,7 @@
 """Captured graphs on a CPU: what a graph does is recorded op by op with the tensors it used, and replayed on these very tensors.
 
 So a replay reads and writes the memory it was captured with, as a CUDA graph does: stale scratch, moved buffers and overwritten outputs
-show here. It runs what it records (a CUDA capture does not), and its memory is never given back while the graph lives.
+show here. Ops that read on the host are refused. It runs what it records (a CUDA capture does not), and its memory is never given back while the graph lives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 PYTHON_KERNELS: dict[Any, Callable[..., Any]] = {}
 """Ops whose kernel is Python: recorded by what they do, since a replay does not run Python."""
 
-_NO_REPLAY = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided)
+
+aten = torch.ops.aten
+_NO_REPLAY = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+_HOST_READS = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2)
+"""Ops that wait for the device: a CUDA capture fails in them. So do those of ``_reads_host``."""
+
+
+def _reads_host(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    packet = op.overloadpacket
+    if packet in (aten.index, aten.index_put, aten.index_put_):
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if packet is aten.repeat_interleave:
+        return kwargs.get("output_size") is None
+    # lift_fresh: torch.tensor(...), which copies from the host.
+    return packet in _HOST_READS or packet is aten.lift_fresh
 
 
 class TapeGraph:
@@ -69,6 +83,8 @@ class _Recording(TorchDispatchMode):
         if kernel is not None:
             with self:
                 return kernel(*args, **kwargs)
+        if _reads_host(op, args, kwargs):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {op}")
         result = op(*args, **kwargs)
         self.graph.tape.append((op, args, kwargs, _tensors(result)))
         return result

@@ -23,6 +23,7 @@ from tests.graph_tape import TapeRecorder
 SIZES = (1, 2, 4, 8, 16)
 COLUMNS = 2048
 F32 = torch.float32
+X_INPUT = StepInput(F32, (COLUMNS,))
 
 
 def recorder_for(device: str) -> Recorder:
@@ -239,8 +240,7 @@ def interleaved_calls(pool: GraphPool, manager: WorkspaceManager, *, ascending: 
     """Target and draft as steps of one pool, called with any number of rows in random order, everything else poisoned after each call: how
     often an output, read at a random later time, was not eager's to the bit."""
     rng, device = random.Random(seed), pool.device
-    spec = {"x": StepInput(F32, (COLUMNS,))}
-    steps = {side: pool.step(side, function, spec, sizes=SIZES, lane=lane) for lane, (side, function) in enumerate(SIDES.items())}
+    steps = {side: pool.step(side, function, {"x": X_INPUT}, sizes=SIZES, lane=lane) for lane, (side, function) in enumerate(SIDES.items())}
     pool.capture(ascending=ascending)
     wrong = Mismatches(device.type)
     pending: dict[str, tuple[StepOutputs, Any]] = {}

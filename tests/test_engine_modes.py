@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4_ops.engine import tiny
+from dsv4_ops import passes
+from dsv4_ops.engine import executor, tiny
 from dsv4_ops.engine.config import EngineConfig
 from dsv4_ops.engine.drafters import load_drafter
 from dsv4_ops.engine.engine import Engine
@@ -20,6 +21,8 @@ from dsv4_ops.engine.requests import Request
 from dsv4_ops.engine.scheduler import Scheduled
 from dsv4_ops.engine.target import load_model
 from dsv4_ops.errors import ArgumentError
+from dsv4_ops.graphs import GraphPool
+from tests.graph_tape import TapeRecorder
 
 MODES = ("mtp", "dspark", "dflash")
 TEXT = "The old lighthouse keeper climbed the stairs each night, counting them aloud, and the sea answered in its own time. " * 5
@@ -112,7 +115,7 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(mode: str, check
 
     def watch(self: Engine, batch: Sequence[Scheduled]) -> None:
         for sequence in (part.sequence for part in batch if part.start == 0 and part.sequence.draft_state is not None):
-            moved.append(not torch.equal(self.draft_logits[sequence.row], sequence.draft_state))
+            moved.append(not torch.equal(self.executor.draft_logits[sequence.row], sequence.draft_state))
         load(self, batch)
 
     monkeypatch.setattr(Engine, "_load_state", watch)
@@ -130,23 +133,46 @@ def test_requests_end_at_the_models_limit_and_at_stop_ids(mode: str, checkpoint:
     assert tokens == [plain[0][:17], plain[1][: plain[1].index(stop) + 1]]
 
 
-@pytest.mark.parametrize("mode", ["plain", "mtp", "dspark"])
-def test_compiled_steps_are_one_graph_and_change_no_token(mode: str, checkpoint: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """fullgraph=True; all token counts above 1 share a graph, and serving compiles nothing (Dynamo alone: no code generation here)."""
+@pytest.mark.parametrize(("mode", "fused"), [("plain", False), ("mtp", False), ("dspark", False), ("mtp", True), ("dflash", True)])
+def test_compiled_steps_are_one_graph_and_change_no_token(mode: str, fused: bool, checkpoint: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """fullgraph=True; all token counts above 1 share a graph, and serving compiles nothing (Dynamo alone: no code generation here).
+
+    Every op that takes scratch has the lane of its side: the draft's in the fused graph too, where both sides are one program.
+    """
     graphs: list[torch.fx.GraphModule] = []
-    compile_ = torch.compile
 
     def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         graphs.append(graph)
         return graph.forward
 
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=count, **options))
-    engine = Engine(checkpoint, EngineConfig(**(SIZES | {"mode": mode, "compile": True, "capture_sizes": (2, 16, 64)})))
+    make = passes.backend
+    monkeypatch.setattr(passes, "backend", lambda **options: make(count, **options))
+    engine = Engine(checkpoint, EngineConfig(**(SIZES | {"mode": mode, "compile": True, "fused": fused, "capture_sizes": (2, 16, 64)})))
     compiled = len(graphs)
-    assert compiled == (1 if mode == "plain" else 2)
+    assert compiled == (1 if fused or mode == "plain" else 2)
     assert [c.token_ids for c in engine.generate(GREEDY[:3])] == plain[:3]
     assert len(graphs) == compiled
+    lanes = {name: {int(call.split("@")[1]) for call in backend.last.bound} for name, backend in engine.executor.compiled.items() if backend.last is not None}
+    assert lanes == {"fused": {0, 1}} if fused else lanes == {"target": {0}} if mode == "plain" else lanes == {"target": {0}, "draft": {1}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fused_steps_change_no_token(mode: str, checkpoint: Path, plain: list[list[int]]) -> None:
+    tokens, engine = serve(checkpoint, GREEDY, mode=mode, fused=True)
+    assert tokens == plain and list(engine.executor.pool.steps) == ["fused"]
+
+
+@pytest.mark.parametrize(("mode", "fused"), [("plain", False), ("mtp", False), ("dspark", True)])
+def test_steps_as_graphs_that_replay_what_they_recorded(mode: str, fused: bool, checkpoint: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tapes, which replay on the memory they were recorded with and run no Python: nothing in a step depends on its inputs' values."""
+    monkeypatch.setattr(executor, "GraphPool", lambda device, graphs: GraphPool(device, recorder=TapeRecorder()))
+    tokens, engine = serve(checkpoint, GREEDY, mode=mode, fused=fused, capture_sizes=(8, 64))
+    assert tokens == plain
+    report = engine.executor.pool.report()
+    assert {step.name: sorted(step.pool_growth) for step in report.steps} == {name: [8, 64] for name in (["fused"] if fused else ["target"] if mode == "plain" else ["target", "draft"])}
+    assert not any(step.recaptures for step in report.steps)
+    engine.executor.pool.reset()
 
 
 @pytest.mark.parametrize("fault", ["missing", "shape", "other model"])
@@ -170,9 +196,9 @@ def test_checkpoint_that_does_not_fit_its_config_is_refused(fault: str, checkpoi
 
 def test_any_number_of_compiled_engines_fits_into_a_process(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo's limit of graphs a function, meant for one that recompiles without end, does not count engines."""
-    compile_ = torch.compile
+    make = passes.backend
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager", **options))
+    monkeypatch.setattr(passes, "backend", lambda **options: make("eager", **options))
     with torch._dynamo.config.patch(recompile_limit=1):
         for kv_dtype in ("float32", "bfloat16"):
             Engine(checkpoint, EngineConfig(compile=True, capture_sizes=(2,), kv_dtype=kv_dtype, max_num_seqs=2))

@@ -481,7 +481,7 @@ def test_engine_serves_on_after_an_exception(fault: str, model: DeepseekV4ForCau
 
     with monkeypatch.context() as patch:
         if fault == "step":
-            patch.setattr(engine, "_sample", fail)
+            patch.setattr(engine.executor, "_sample", fail)
         with pytest.raises(KeyError, match=fault):
             engine.generate(requests_of(PROMPTS, 12), on_finish=fail)
     assert not engine.scheduler.has_work and sorted(engine.scheduler._free_rows) == [0, 1]

@@ -489,3 +489,25 @@ def test_two_lanes_only_when_a_drafter_captures_graphs_of_its_own(config: dict[s
 def test_lane_count_of_an_unknown_config_is_an_error() -> None:
     with pytest.raises(LaneError, match="has neither mode nor speculative_config"):
         num_workspace_lanes(object())
+
+
+def test_a_lock_with_an_owner_ends_with_the_owner() -> None:
+    manager = WorkspaceManager("cpu", num_lanes=1, num_ubatches=2)
+    first, second = RawGraph(), RawGraph()
+    manager.get(((1024,), torch.uint8))
+    manager.lock(first)
+    manager.lock(second)
+    with manager.unlocked():
+        assert not manager.is_locked
+        manager.get(((4096,), torch.uint8))
+    assert manager.is_locked and {r.nbytes for r in manager.report()} == {4096}, "locked again, every ubatch as large as the largest"
+    manager.unlock(first)
+    with pytest.raises(WorkspaceLockedError):
+        manager.get(((8192,), torch.uint8))
+    del second
+    gc.collect()
+    manager.get(((8192,), torch.uint8))
+    manager.lock(first)
+    manager.lock()
+    manager.unlock()
+    assert not manager.is_locked

@@ -42,6 +42,10 @@ class EngineConfig:
     product of a step independent of the batch."""
     compile: bool = False
     """Run the target step and the draft step under ``torch.compile(fullgraph=True)``, compiled when the engine is made."""
+    fused: bool = False
+    """Target, sampling and drafting as one step: one program, one graph."""
+    enforce_eager: bool = False
+    """No CUDA graphs. (Without it, on a GPU, each step is captured at every capture size when the engine is made.)"""
     device: str = "cpu"
     record_margins: bool = False
     record_logits: bool = False
@@ -80,6 +84,11 @@ class EngineConfig:
     def step_sizes(self) -> list[int]:
         """The token counts that steps are padded to, ascending."""
         return sorted(set(self.capture_sizes)) if self.capture_sizes is not None else _powers_of_two(self.max_num_batched_tokens)
+
+    @property
+    def cudagraph_capture_sizes(self) -> list[int]:
+        """The sizes that become CUDA graphs."""
+        return self.step_sizes if torch.device(self.device).type == "cuda" and not self.enforce_eager else []
 
     def padded_tokens(self, tokens: int) -> int:
         """The smallest capture size that holds ``tokens``; past the largest one the exact number (run without a graph)."""

@@ -22,7 +22,7 @@ from .config import KV_DTYPES, EngineConfig
 from .drafters import BlockDrafter, BlockInputs, Drafter, MTPDrafter, MTPInputs, Proposal, load_drafter, mean_streams, next_token_ids
 
 if TYPE_CHECKING:
-    from .engine import ProposeInputs
+    from .executor import ProposeInputs
 
 __all__ = ["BlockProposer", "MTPProposer", "load_proposer"]
 
@@ -36,8 +36,6 @@ class _Proposer(ABC):
         self.drafter, self.config = drafter, config
         self.num_tokens, self.lookahead, self.window = config.num_speculative_tokens, lookahead, drafter.window
         self.caches: tuple[torch.Tensor, ...] = ()
-        # The engine marks the number of tokens as dynamic; all other sizes are the same in every step.
-        self._draft = torch.compile(self.draft, fullgraph=True) if config.compile else self.draft
 
     def allocate(self, num_blocks: int) -> None:
         device = self.drafter.lm_head.weight.device
@@ -47,7 +45,7 @@ class _Proposer(ABC):
         return sum(cache.numel() * cache.element_size() for cache in self.caches)
 
     def propose(self, inputs: ProposeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        proposal = self._draft(inputs)
+        proposal = self.draft(inputs)
         return proposal.token_ids, proposal.logits
 
     @abstractmethod
@@ -80,7 +78,7 @@ class MTPProposer(_Proposer):
             MTPInputs(
                 input_ids=next_token_ids(step.input_ids, last, anchors, has_tokens),
                 positions=step.positions,
-                streams=inputs.output.streams,
+                streams=inputs.streams,
                 token_to_req_indices=requests,
                 is_valid_token=kept,
                 last_index=last,
@@ -133,7 +131,7 @@ class BlockProposer(_Proposer):
         )
         return self.drafter.propose(
             BlockInputs(
-                aux_hidden=mean_streams(inputs.output.layer_streams),
+                aux_hidden=mean_streams(inputs.layer_streams),
                 context_positions=prepared.context_positions,
                 context_slots=prepared.context_slots[0],
                 input_ids=prepared.input_ids,

@@ -72,8 +72,10 @@ def ragged_context_lens_kernel(
         end_index = _first_above(starts_ptr, start_stride, num_reqs, token, 0, FEW_REQUESTS)
     else:
         end_index = _first_above(starts_ptr, start_stride, num_reqs, token, 0, MANY_REQUESTS)
-        for begin in range(MANY_REQUESTS, num_reqs + 1, MANY_REQUESTS):
+        begin = tl.full((), MANY_REQUESTS, tl.int32)
+        while begin <= num_reqs:
             end_index = tl.minimum(end_index, _first_above(starts_ptr, start_stride, num_reqs, token, begin, MANY_REQUESTS))
+            begin += MANY_REQUESTS
     live = token < num_tokens
     valid = live & (end_index > 0) & (end_index <= num_reqs)
     request = tl.where(valid, end_index - 1, 0)

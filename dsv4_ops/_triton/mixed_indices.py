@@ -69,7 +69,7 @@ def build_mixed_kernel(
         topk_len = TOPK
         if topk_lens_ptr is not None:
             topk_len = tl.minimum(tl.maximum(tl.load(topk_lens_ptr + token * topk_lens_stride), 0), TOPK)
-        for part in range(0, PARTS):  # one, unless a row is wider than a block
+        for part in range(PARTS):  # one, unless a row is wider than a block
             window_column, column = part * WINDOW_COLUMNS + tl.arange(0, WINDOW_COLUMNS), part * TOPK_COLUMNS + tl.arange(0, TOPK_COLUMNS)
             window_slot = tl.load(swa_ptr + token * swa_stride + window_column * COLUMN_STRIDES[0], mask=window_column < SWA_WIDTH, other=-1)
             # The row of a padding token is loaded too, but leads to no load: waiting for its mask would be a step more.
@@ -96,7 +96,7 @@ def build_mixed_kernel(
         block = first // BLOCK_SIZE
         offset = (first - block * BLOCK_SIZE).to(tl.uint32)
         block = tl.minimum(block, blocks).to(tl.uint32)
-        for part in range(0, PARTS):
+        for part in range(PARTS):
             window_column, column = part * WINDOW_COLUMNS + tl.arange(0, WINDOW_COLUMNS), part * TOPK_COLUMNS + tl.arange(0, TOPK_COLUMNS)
             if prefill_ptr is None:
                 record = tl.where(column < seen, column, -1)

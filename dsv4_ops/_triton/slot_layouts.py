@@ -37,10 +37,7 @@ def packed_page_slots_kernel(
     LARGEST: tl.constexpr = largest_slot(BLOCK_SIZE, BLOCK_SPAN, LIMIT)
     fits = (slot >= 0) & (slot <= LARGEST)
     slot = tl.where(fits, slot, 0)
-    if LIMIT == 2147483647:
-        page = (slot.to(tl.uint32) // BLOCK_SIZE).to(tl.int64)
-    else:
-        page = slot // BLOCK_SIZE
+    page = (slot.to(tl.uint32) // BLOCK_SIZE).to(tl.int64) if LIMIT == 2147483647 else slot // BLOCK_SIZE
     moved = slot.to(tl.int64) + page * (BLOCK_SPAN - BLOCK_SIZE)
     tl.store(out_ptr + element, tl.where(fits, moved, -1).to(out_ptr.dtype.element_ty), mask=element < count)
 
@@ -125,10 +122,12 @@ def _place(
 def _count_lens(lens_ptr, first_row, rows, lens_stride, WIDTH: tl.constexpr, LENS: tl.constexpr):
     """Sums of the lengths before ``first_row`` and of all: below 2**31 each, so that one reduction of int64 does both."""
     both = tl.zeros((LENS,), tl.int64)
-    for begin in range(0, rows, LENS):
-        row = begin + tl.arange(0, LENS).to(tl.int64)
+    begin = tl.full((), 0, tl.int64)
+    while begin < rows:
+        row = begin + tl.arange(0, LENS)
         length = tl.load(lens_ptr + row * lens_stride, mask=row < rows, other=0)
         both += tl.minimum(tl.maximum(length, 0), WIDTH) * tl.where(row < first_row, 0x100000001, 0x100000000)
+        begin += LENS
     both = tl.sum(both, 0)
     return (both & 0xFFFFFFFF).to(tl.int32), (both >> 32).to(tl.int32)
 
@@ -139,8 +138,9 @@ def _count_entries(
 ):  # fmt: skip
     """The entries that are no holes: of each own row, of all rows before, and of all rows."""
     kept, both = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int64)
-    for begin in range(0, rows, ROWS):
-        row = begin + tl.arange(0, ROWS).to(tl.int64)
+    begin = tl.full((), 0, tl.int64)
+    while begin < rows:
+        row = begin + tl.arange(0, ROWS)
         length = tl.load(lens_ptr + row * lens_stride, mask=row < rows, other=0)
         count = tl.zeros((ROWS,), tl.int32)
         for first_column in range(0, WIDTH, COLUMNS):
@@ -150,6 +150,7 @@ def _count_entries(
             count += tl.sum((slot >= 0).to(tl.int32), 1)
         both += count * tl.where(row < first_row, 0x100000001, 0x100000000)
         kept = tl.where(begin == first_row, count, kept)
+        begin += ROWS
     both = tl.sum(both, 0)
     return kept, (both & 0xFFFFFFFF).to(tl.int32), (both >> 32).to(tl.int32)
 

@@ -162,7 +162,7 @@ def interpreted_draws(kind: str, dtype: torch.dtype) -> None:
 
     usual = kernels.BLOCK
     try:
-        for i, (label, logits, lengths, k, limit) in enumerate(draws(kind, dtype, 20, rows_below=5, widths=((1, 40), (60, 90)))):
+        for i, (label, logits, lengths, k, limit) in enumerate(draws(kind, dtype, 16, rows_below=5, widths=((1, 40), (60, 90)))):
             kernels.BLOCK = (16, 32, 256)[i % 3]
             label += f", blocks of {kernels.BLOCK}"
             expected = oracle(logits, lengths, k, limit)

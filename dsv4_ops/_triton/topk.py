@@ -43,7 +43,7 @@ def topk_kernel(
     LOWEST: tl.constexpr = -(1 << (BITS - 1))
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + row // inner * outer_stride + row % inner * inner_stride, mask=row < entries, other=0).to(tl.int64)
-    length = tl.minimum(tl.maximum(length, 0), limit)
+    length = tl.minimum(length, limit)  # a negative one ends every loop at once
     row_ptr = logits_ptr + row * row_stride
 
     # ``bound``: the largest key that at least k columns reach, LOWEST if none; ``above``: how many pass it.

@@ -317,7 +317,7 @@ def _out_schema(schema: str, outs: Sequence[str]) -> str:
     name, arguments = head.strip().split("(", 1)
     arguments = arguments.rstrip().removesuffix(")")
     star = "" if re.search(r"(^|,)\s*\*\s*,", arguments) else "*, "
-    extra = ", ".join(f"Tensor({chr(ord('m') + i)}!) {n}" for i, n in enumerate(outs))
+    extra = ", ".join(f"Tensor({chr(ord('b') + i)}!) {n}" for i, n in enumerate(outs))
     return f"{name.strip()}.out({arguments}, {star}{extra}) -> ()"
 
 

@@ -23,6 +23,7 @@ from .capability import (  # noqa: E402
 )
 from .context_lens import expand_block_table, local_context_lens, mtp_context_lens, ragged_context_lens  # noqa: E402
 from .dflash import DFlashInputs, capture_query_lens, draft_buffer_tokens, prepare_dflash_inputs, round_to_capture_size, scratch_rows  # noqa: E402
+from .draft_step import DraftStep, prepare_draft_step  # noqa: E402
 from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
 from .mixed_indices import build_mixed_sparse_indices, global_topk_indices, mixed_row_width  # noqa: E402
 from .rejection import rejection_sample  # noqa: E402
@@ -57,6 +58,7 @@ __all__ = [
     "STREAM_RECOVERY",
     "BatchKind",
     "DFlashInputs",
+    "DraftStep",
     "SwiGLUParams",
     "WorkspaceManager",
     "__version__",
@@ -87,6 +89,7 @@ __all__ = [
     "packed_page_slots",
     "page_block_span",
     "prepare_dflash_inputs",
+    "prepare_draft_step",
     "ragged_context_lens",
     "rejection_sample",
     "require_sparse_mla_decode",

@@ -243,9 +243,7 @@ def _unpacked(function: Callable[[_Arguments], Result]) -> Callable[..., Result]
     return call
 
 
-@_unpacked
-def _check(a: _Arguments) -> None:
-    where = "prepare_dflash_inputs"
+def check_arguments(where: str, a: _Arguments) -> None:
     _checks.tensor(where, "target_positions", a.target_positions, _checks.INT64, 1)
     _checks.tensor(where, "query_start_loc", a.query_start_loc, _checks.INT32, 1)
     if a.query_start_loc.shape[0] < 1:
@@ -291,6 +289,9 @@ def _check(a: _Arguments) -> None:
         where, target_positions=a.target_positions, query_start_loc=a.query_start_loc, idx_mapping=a.idx_mapping, num_sampled=a.num_sampled, num_rejected=a.num_rejected,
         last_sampled=a.last_sampled, next_prefill_tokens=a.next_prefill_tokens, temperature=a.temperature, seeds=a.seeds, **{f"block_tables[{g}]": t for g, t in enumerate(a.block_tables)},
     )  # fmt: skip
+
+
+_check = _unpacked(functools.partial(check_arguments, "prepare_dflash_inputs"))
 
 
 @_unpacked
@@ -450,7 +451,7 @@ def _torch(a: _Arguments) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _outputs(a: _Arguments) -> tuple[torch.Tensor, ...]:
+def new_outputs(a: _Arguments) -> tuple[torch.Tensor, ...]:
     def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return a.target_positions.new_empty(shape, dtype=dtype)
 
@@ -462,15 +463,15 @@ def _outputs(a: _Arguments) -> tuple[torch.Tensor, ...]:
     )  # fmt: skip
 
 
-_fake = _unpacked(_outputs)
+_fake = _unpacked(new_outputs)
 
 
 @_unpacked
 def _triton(a: _Arguments) -> tuple[torch.Tensor, ...]:
     from ._triton import dflash as kernels
 
-    outputs = _outputs(a)
-    kernels.prepare_dflash_inputs(a, outputs)
+    outputs = new_outputs(a)
+    kernels.draft_inputs(a, outputs)
     return outputs
 
 

@@ -1,4 +1,4 @@
-"""The kernels of the draft inputs against the reference on random calls: interpreted on CPU, compiled on a GPU."""
+"""The kernel of the draft inputs, alone and with window rows, against the references on random calls: interpreted on CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dsv4_ops import dflash, testing
+from dsv4_ops.draft_step import PREPARE_DRAFT_STEP, DraftStep
 from dsv4_ops.testing import Sample
 from tests.interpreter import Interpreter
 from tests.test_triton import needs_triton
@@ -88,22 +89,39 @@ def on(sample: Sample, device: str) -> Sample:
     return Sample(sample.label, tuple(map(move, sample.args)), {k: move(v) for k, v in sample.kwargs.items()})
 
 
+def step_of(sample: Sample, seed: int) -> Sample:
+    """The same call with window rows."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    queries = sample.kwargs["num_speculative_tokens"] + (0 if sample.kwargs.get("sample_from_anchor") else 1)
+    window, spare = rng.choice(((1, 0), (9, 5), (128, 3)))
+    start = torch.randint(-3, 80, (2 * sample.args[2].shape[0],), generator=generator, dtype=torch.int32)[::2] if rng.random() < 0.5 else None
+    return Sample(sample.label, sample.args, sample.kwargs | {"window": window, "width": window + queries + spare, "draft_start": start})
+
+
 def compare(sample: Sample, device: str) -> None:
-    expected = dflash.PREPARE_DFLASH_INPUTS.reference(*sample.args, **sample.kwargs)
+    op, names = (PREPARE_DRAFT_STEP, DraftStep._fields) if "window" in sample.kwargs else (dflash.PREPARE_DFLASH_INPUTS, dflash.DFlashInputs._fields)
+    expected = op.reference(*sample.args, **sample.kwargs)
     mine = on(sample, device)
     with testing.poisoned():
-        actual = dflash.PREPARE_DFLASH_INPUTS.triton(*mine.args, **mine.kwargs)  # type: ignore[misc]
-    for name, a, e in zip(dflash.DFlashInputs._fields, actual, expected, strict=True):
+        actual = op.triton(*mine.args, **mine.kwargs)  # type: ignore[misc]
+    for name, a, e in zip(names, actual, expected, strict=True):
         testing.assert_same(a.cpu(), e, f"{sample.label}: {name}")
 
 
+def compare_drawn(seed: int, device: str, *sizes: int) -> None:
+    sample = draw(seed, *sizes)
+    compare(sample, device)
+    if "cp_size" not in sample.kwargs:
+        compare(step_of(sample, seed), device)
+
+
 def interpreted(first: int, last: int) -> None:
-    """Blocks so small that every kind of boundary between programs and between chunks is met."""
+    """Programs so small that every kind of boundary between programs and between chunks is met."""
     from dsv4_ops._triton import dflash as kernels
 
     with patch.multiple(kernels, ROWS=8, CHUNK=4, SPAN=2):
         for seed in range(first, last):
-            compare(draw(seed, 9, 50), "cpu")
+            compare_drawn(seed, "cpu", 9, 50)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +134,7 @@ def interpreter() -> Iterator[Interpreter]:
 @needs_triton
 @pytest.mark.parametrize("part", range(5))
 def test_random_calls_interpreted(part: int, interpreter: Interpreter) -> None:
-    interpreter(interpreted, part * 40, part * 40 + 40)
+    interpreter(interpreted, part * 24, part * 24 + 24)
 
 
 @needs_cuda
@@ -124,7 +142,7 @@ def test_random_calls_interpreted(part: int, interpreter: Interpreter) -> None:
 @pytest.mark.parametrize("part", range(10))
 def test_random_calls_on_cuda(part: int) -> None:
     for seed in range(part * 500, part * 500 + 500):
-        compare(draw(seed), "cuda")
+        compare_drawn(seed, "cuda")
 
 
 @needs_cuda
@@ -134,7 +152,10 @@ def test_server_sizes_on_cuda() -> None:
     for lens, requests in (([8] * 1024, 1024), ([8], 1), ([1, 6000, 8, 8, 0, 700], 6)):
         generator = torch.Generator().manual_seed(len(lens))
         args, kwargs = dflash._make("cpu", generator, lens, groups=(64, 16), blocks=256, n=7, max_model_len=20000)
-        compare(Sample(f"{requests} requests", args, {**kwargs, "max_reqs": 1024, "max_tokens": 8192}), "cuda")
+        sample = Sample(f"{requests} requests", args, {**kwargs, "max_reqs": 1024, "max_tokens": 8192})
+        compare(sample, "cuda")
+        plain = {name: value for name, value in sample.kwargs.items() if not name.startswith("cp_")}
+        compare(step_of(Sample(sample.label, args, plain), requests), "cuda")
 
 
 @needs_cuda

@@ -1,8 +1,9 @@
-"""Draft inputs in one launch: query rows, then context rows, in disjoint ranges of programs.
+"""Draft inputs in one launch: query rows, context rows and window rows, in disjoint ranges of programs.
 
 A program of the first range writes ROWS consecutive query rows and all that goes with them (per-request lengths, sampling
 entries, copies of the request states), padding by the same path with its loads masked off; one of the second range writes
-ROWS context rows. Nothing loops over padding: a program's chain of loads is as long as one row's.
+ROWS context rows; one of the third the window rows of one request's queries. Nothing loops over padding: a program's chain of
+loads is as long as one row's.
 """
 
 from __future__ import annotations
@@ -172,22 +173,57 @@ def _context_rows(
         tl.store(context_slots_ptr + (FIRST_GROUP + g) * tokens.to(tl.int64) + token, slots, mask=stored)
 
 
+@triton.jit
+def _window_rows(
+    request, swa_indices_ptr, swa_lens_ptr, positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride,
+    num_rejected_ptr, num_rejected_stride, draft_start_ptr, draft_start_stride, tables, table_strides, table_blocks,
+    tokens, requests, states, max_tokens, max_model_len,
+    QUERIES: tl.constexpr, SIZES: tl.constexpr, FIRST_GROUP: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    PLACES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    request = request.to(tl.int64)
+    here = request < requests
+    running = _running_before(starts_ptr, starts_stride, tl.where(here, request + 1, 0).to(tl.int32), CHUNK)
+    committed, live, _ = _first_query(
+        request, here, running, positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride,
+        num_rejected_ptr, num_rejected_stride, tokens, states, max_model_len,
+    )  # fmt: skip
+    first = tl.maximum(committed - WINDOW, 0)
+    if draft_start_ptr is not None:
+        first = tl.maximum(first, tl.load(draft_start_ptr + request * draft_start_stride, mask=here, other=0).to(tl.int64))
+    length = tl.where(live & (committed > 0), tl.maximum(committed + QUERIES - first, 0), 0)
+    column = tl.arange(0, COLUMNS)
+    position = first + column
+    listed = (column < length) & (position < max_model_len)
+    for g in tl.static_range(len(SIZES)):
+        slots = _slots(tables[g], table_strides[g], table_blocks[g], request + tl.zeros_like(position), position, listed, 0, SIZES[g], 1, 1)
+        slots = tl.where(slots <= 2147483647, slots, -1).to(tl.int32)
+        for j in tl.static_range(QUERIES):
+            row = request * QUERIES + j
+            place = swa_indices_ptr + ((FIRST_GROUP + g) * max_tokens.to(tl.int64) + row) * WIDTH + column
+            tl.store(place, slots, mask=(column < WIDTH) & (row < max_tokens))
+    place = tl.arange(0, PLACES)
+    row = request * QUERIES + place
+    tl.store(swa_lens_ptr + row, (length + tl.zeros_like(row)).to(tl.int32), mask=(place < QUERIES) & (row < max_tokens))
+
+
 @compile_once(aligned=(
     "input_ids_ptr", "out_positions_ptr", "is_padding_ptr", "out_starts_ptr", "seq_lens_ptr", "query_slots_ptr", "context_positions_ptr",
     "context_slots_ptr", "sample_indices_ptr", "sample_pos_ptr", "sample_idx_mapping_ptr", "out_temperature_ptr", "out_seeds_ptr",
+    "swa_indices_ptr", "swa_lens_ptr",
 ))  # fmt: skip
-def prepare_dflash_inputs_kernel(
+def draft_inputs_kernel(
     input_ids_ptr, out_positions_ptr, is_padding_ptr, out_starts_ptr, seq_lens_ptr, query_slots_ptr, context_positions_ptr, context_slots_ptr,
-    sample_indices_ptr, sample_pos_ptr, sample_idx_mapping_ptr, out_temperature_ptr, out_seeds_ptr,
+    sample_indices_ptr, sample_pos_ptr, sample_idx_mapping_ptr, out_temperature_ptr, out_seeds_ptr, swa_indices_ptr, swa_lens_ptr,
     positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride, num_sampled_ptr, num_sampled_stride,
     num_rejected_ptr, num_rejected_stride, last_sampled_ptr, last_sampled_stride, next_prefill_ptr, next_prefill_stride,
-    temperature_ptr, temperature_stride, seeds_ptr, seeds_stride,
+    temperature_ptr, temperature_stride, seeds_ptr, seeds_stride, draft_start_ptr, draft_start_stride,
     table0_ptr, table1_ptr, table2_ptr, table3_ptr, table4_ptr, table5_ptr, table6_ptr, table7_ptr,
     table0_stride, table1_stride, table2_stride, table3_stride, table4_stride, table5_stride, table6_stride, table7_stride,
     table0_blocks, table1_blocks, table2_blocks, table3_blocks, table4_blocks, table5_blocks, table6_blocks, table7_blocks,
-    tokens, requests, states, max_reqs, max_tokens, max_model_len, mask_token_id, cp_rank, query_programs,
+    tokens, requests, states, max_reqs, max_tokens, max_model_len, mask_token_id, cp_rank, query_programs, row_programs,
     SAMPLES: tl.constexpr, QUERIES: tl.constexpr, SIZES: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr, FIRST_GROUP: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
+    WINDOW: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     tables = (table0_ptr, table1_ptr, table2_ptr, table3_ptr, table4_ptr, table5_ptr, table6_ptr, table7_ptr)
     table_strides = (table0_stride, table1_stride, table2_stride, table3_stride, table4_stride, table5_stride, table6_stride, table7_stride)
@@ -203,18 +239,28 @@ def prepare_dflash_inputs_kernel(
             tokens, requests, states, max_reqs, max_tokens, max_model_len, mask_token_id, cp_rank,
             SAMPLES, QUERIES, SIZES, RANKS, INTERLEAVE, FIRST_GROUP, ROWS, CHUNK,
         )  # fmt: skip
-    else:
+    elif program < row_programs:
         _context_rows(
             program - query_programs, context_positions_ptr, context_slots_ptr, positions_ptr, positions_stride, starts_ptr, starts_stride,
             idx_mapping_ptr, idx_mapping_stride, num_rejected_ptr, num_rejected_stride, tables, table_strides, table_blocks,
             tokens, requests, states, max_model_len, cp_rank, SIZES, RANKS, INTERLEAVE, FIRST_GROUP, ROWS, CHUNK, SPAN,
         )  # fmt: skip
+    elif WIDTH > 0:
+        _window_rows(
+            program - row_programs, swa_indices_ptr, swa_lens_ptr, positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride,
+            num_rejected_ptr, num_rejected_stride, draft_start_ptr, draft_start_stride, tables, table_strides, table_blocks,
+            tokens, requests, states, max_tokens, max_model_len, QUERIES, SIZES, FIRST_GROUP, WINDOW, WIDTH, COLUMNS, PLACES, CHUNK,
+        )  # fmt: skip
 
 
-def prepare_dflash_inputs(a: Any, outputs: tuple[torch.Tensor, ...]) -> None:
-    """Fill ``outputs`` (the op's, in order) from the arguments ``a`` of the op. Past GROUPS groups, a launch for each GROUPS."""
+def draft_inputs(a: Any, outputs: tuple[torch.Tensor, ...], window: int = 0, width: int = 0, draft_start: torch.Tensor | None = None) -> None:
+    """Fill ``outputs``: of ``prepare_dflash_inputs`` from its arguments ``a``, and with ``width`` the window rows and lengths behind them.
+
+    Past GROUPS groups, a launch for each GROUPS.
+    """
     queries, states, tokens = a.queries, a.last_sampled.shape[0], a.target_positions.shape[0]
     query_programs = triton.cdiv(max(a.max_tokens, a.max_reqs * queries + 1, states), ROWS)
+    row_programs = query_programs + triton.cdiv(tokens, ROWS)
     inputs = (
         a.target_positions, a.query_start_loc, a.idx_mapping, a.num_sampled, a.num_rejected, a.last_sampled, a.next_prefill_tokens, a.temperature, a.seeds,
     )  # fmt: skip
@@ -222,10 +268,12 @@ def prepare_dflash_inputs(a: Any, outputs: tuple[torch.Tensor, ...]) -> None:
         tables, sizes = a.block_tables[group : group + GROUPS], a.block_sizes[group : group + GROUPS]
         absent = GROUPS - len(tables)
         launch(
-            prepare_dflash_inputs_kernel, query_programs + triton.cdiv(tokens, ROWS), a.target_positions.device, *outputs,
-            *(item for tensor in inputs for item in (tensor, tensor.stride(0))),
+            draft_inputs_kernel, row_programs + (triton.cdiv(a.max_tokens, queries) if width else 0), a.target_positions.device,
+            *outputs, *[None] * (15 - len(outputs)), *(item for tensor in inputs for item in (tensor, tensor.stride(0))),
+            draft_start, 0 if draft_start is None else draft_start.stride(0),
             *tables, *[None] * absent, *(table.stride(0) for table in tables), *[0] * absent, *(table.shape[1] for table in tables), *[0] * absent,
-            tokens, a.requests, states, a.max_reqs, a.max_tokens, a.max_model_len, a.mask_token_id, a.cp_rank, query_programs,
+            tokens, a.requests, states, a.max_reqs, a.max_tokens, a.max_model_len, a.mask_token_id, a.cp_rank, query_programs, row_programs,
             SAMPLES=a.num_speculative_tokens, QUERIES=queries, SIZES=tuple(sizes), RANKS=tuple(a.ranks(group + g) for g in range(len(sizes))),
-            INTERLEAVE=a.cp_interleave, FIRST_GROUP=group, ROWS=ROWS, CHUNK=CHUNK, SPAN=SPAN, num_warps=4,
+            INTERLEAVE=a.cp_interleave, FIRST_GROUP=group, WINDOW=window, WIDTH=width, COLUMNS=triton.next_power_of_2(max(width, 1)),
+            PLACES=triton.next_power_of_2(queries), ROWS=ROWS, CHUNK=CHUNK, SPAN=SPAN, num_warps=4,
         )  # fmt: skip

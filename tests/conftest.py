@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+from dsv4_ops.workspace import workspace_manager
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,6 +21,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_lock_outlives_a_test() -> Iterator[None]:
+    """Captured graphs hold the GPU's workspace locked until they are collected; engines are cycles of references."""
+    yield
+    if torch.cuda.is_available() and workspace_manager("cuda").is_locked:
+        gc.collect()
 
 
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])

@@ -3,7 +3,7 @@
 #
 # Builds in place with the interpreter named by PYTHON (default python3), runs the topics (default: all) and writes
 # benchmarks/results/<gpu>/<topic>.json. RESULTS_DIR writes elsewhere, PEERS_DIR names a folder with peers to measure beside
-# (topk), COMMIT names the commit where the checkout came without its history.
+# (topk, kernels), COMMIT names the commit where the checkout came without its history.
 # Topics: tests, topk, lanes, sanitizer, engine (left out when none is named; it also runs without a GPU: python -m benchmarks.engine).
 set -euo pipefail
 cd "$(dirname "$0")/.."

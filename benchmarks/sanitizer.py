@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from dsv4_ops import testing
+from dsv4_ops import rejection, sampling, testing
 from dsv4_ops.testing import Op, Sample
 
 from . import results
@@ -110,7 +110,13 @@ def topk_stress(op: str) -> Iterator[Sample]:
             yield Sample("stress: " + sample.label, (sample.args[0], lengths, *sample.args[2:]))
 
 
-CASES: dict[str, Callable[[str], Iterator[Sample]]] = dict.fromkeys(("topk", "topk_values", "topk_slots"), topk_cases)
+def sampling_cases(name: str) -> Iterator[Sample]:
+    """Rows of several tiles, whose last one is not full, with and without whole quads of columns."""
+    for width in (2049, 6148):
+        yield Sample(f"{width} columns", tuple(sampling._args("cpu", 5, width, 3) if name == "gumbel_sample" else rejection._args("cpu", 4, 3, width, 3)))
+
+
+CASES: dict[str, Callable[[str], Iterator[Sample]]] = dict.fromkeys(("topk", "topk_values", "topk_slots"), topk_cases) | dict.fromkeys(("gumbel_sample", "rejection_sample"), sampling_cases)
 """Op -> further calls. A kernel whose samples leave a path out gets its calls here."""
 STRESS: dict[str, Callable[[str], Iterator[Sample]]] = {"topk": topk_stress, "topk_slots": topk_stress}
 """Op -> calls that are there for barriers between blocks; not bound to 16384 columns."""

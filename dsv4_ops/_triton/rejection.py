@@ -20,8 +20,8 @@ from .sampling import (
     INFINITY,
     LARGEST,
     NOBODY,
+    RACED,
     ROUNDED_ONCE,
-    WIDEST_TILE,
     clean,
     dense,
     exp2,
@@ -36,7 +36,7 @@ from .sampling import (
     uniform,
 )
 
-WIDEST_JUDGED_TILE = 4096  # less is kept of it than of a raced tile, and every program of the second launch reads it all
+JUDGED = (4096, 4)  # columns of the widest tile and warps for it: fewer tiles than are raced, because every program of the second launch reads all
 STREAM_PLAIN, STREAM_ACCEPTANCE, STREAM_RECOVERY = tl.constexpr(0), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -277,8 +277,8 @@ def rejection_sample(
     is_sampled = draft_logits is not None and drafts > 0
     proposal = draft_logits if draft_logits is not None and drafts > 0 else target
     rows = 1 + drafts + (drafts if is_sampled else 0)
-    judged_tile, judged_tiles, judged_warps = tiles_of(width, WIDEST_JUDGED_TILE)
-    tile, tiles, warps = tiles_of(width, WIDEST_TILE)
+    judged_tile, judged_tiles, judged_warps = tiles_of(width, JUDGED)
+    tile, tiles, warps = tiles_of(width, RACED)
     judged, raced = (requests, rows, judged_tiles), (requests, tiles)
     level, mass, best, finished, raced_level, arrival, token = workspace_manager(device).get(
         (judged, torch.float32), (judged, torch.float32), (judged, torch.int32), ((requests,), torch.int32),

@@ -14,7 +14,7 @@ import triton.language as tl
 from ..workspace import workspace_manager
 from .launching import compile_once, launch
 
-WIDEST_TILE = 2048  # columns of one program: 64 programs for a row of 129,280
+RACED = (2048, 4)  # columns of the widest tile and warps for it: 64 programs for a row of 129,280
 QUAD = tl.constexpr(4)  # columns that share a Philox block
 LARGEST = tl.constexpr(3.4028234663852886e38)
 SMALLEST_TEMPERATURE = tl.constexpr(1.1754943508222875e-38)
@@ -193,13 +193,13 @@ def first_kernel(
     LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    request = tl.load(idx_mapping_ptr + row * idx_mapping_stride).to(tl.int64)
+    live = (request >= 0) & (request < max_reqs)
     lane = tl.arange(0, LANES)
-    inside = lane < TILES
+    inside = live & (lane < TILES)
     level = tl.load(level_ptr + row * TILES + lane, mask=inside, other=-INFINITY)
     arrival = tl.load(arrival_ptr + row * TILES + lane, mask=inside, other=INFINITY)
     ids = tl.load(token_ptr + row * TILES + lane, mask=inside, other=NOBODY)
-    request = tl.load(idx_mapping_ptr + row * idx_mapping_stride).to(tl.int64)
-    live = (request >= 0) & (request < max_reqs)
     _, scale = log2_scale(tl.load(temperature_ptr + request * temperature_stride, mask=live, other=0.0))
     token = first_of_tiles(level, arrival, ids, scale)
     tl.store(out_ptr + row, tl.where(live, token, 0).to(tl.int64))
@@ -213,17 +213,18 @@ def dense(*logits: torch.Tensor) -> bool:
     )
 
 
-def tiles_of(width: int, widest: int) -> tuple[int, int, int]:
+def tiles_of(width: int, widest: tuple[int, int]) -> tuple[int, int, int]:
     """Columns of a tile, tiles of a row and warps of a program: from the vocabulary alone."""
-    tile = max(QUAD.value, min(triton.next_power_of_2(width), widest))
-    return tile, triton.cdiv(width, tile), max(1, min(4, tile // 512))
+    columns, warps = widest
+    tile = max(QUAD.value, min(triton.next_power_of_2(width), columns))
+    return tile, triton.cdiv(width, tile), max(1, warps * tile // columns)
 
 
 def gumbel_sample(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, stream: int, lane: int
 ) -> torch.Tensor:
     rows, width = logits.shape
-    tile, tiles, warps = tiles_of(width, WIDEST_TILE)
+    tile, tiles, warps = tiles_of(width, RACED)
     out = logits.new_empty((rows,), dtype=torch.int64)
     if rows == 0:
         return out

@@ -22,6 +22,7 @@ from .capability import (  # noqa: E402
     select_sparse_width,
 )
 from .context_lens import expand_block_table, local_context_lens, mtp_context_lens, ragged_context_lens  # noqa: E402
+from .decode_step import DecodeStep, prepare_decode_step  # noqa: E402
 from .dflash import DFlashInputs, capture_query_lens, draft_buffer_tokens, prepare_dflash_inputs, round_to_capture_size, scratch_rows  # noqa: E402
 from .draft_step import DraftStep, prepare_draft_step  # noqa: E402
 from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
@@ -58,6 +59,7 @@ __all__ = [
     "STREAM_RECOVERY",
     "BatchKind",
     "DFlashInputs",
+    "DecodeStep",
     "DraftStep",
     "SwiGLUParams",
     "WorkspaceManager",
@@ -88,6 +90,7 @@ __all__ = [
     "num_workspace_lanes",
     "packed_page_slots",
     "page_block_span",
+    "prepare_decode_step",
     "prepare_dflash_inputs",
     "prepare_draft_step",
     "ragged_context_lens",

@@ -17,7 +17,7 @@ NO_LIMIT = 2**63 - 1
 
 
 @triton.jit
-def _visible(seq_len, back, max_seq_len, COMPRESS_RATIO: tl.constexpr):
+def visible(seq_len, back, max_seq_len, COMPRESS_RATIO: tl.constexpr):
     """Length of the token that stands ``back`` tokens before the last one of its request."""
     # The first clamp keeps the most negative int64 from wrapping when `back` is subtracted.
     tokens = tl.minimum(tl.maximum(tl.maximum(seq_len.to(tl.int64), 0) - back, 0), max_seq_len)
@@ -42,7 +42,7 @@ def mtp_context_lens_kernel(
     query = (tl.program_id(0) % PARTS) * COLUMNS + place % COLUMNS
     mask = (request < num_reqs) & (query < NEXT_N)
     seq_len = tl.load(seq_lens_ptr + request * seq_stride, mask=mask, other=0)
-    tl.store(lens_ptr + request * NEXT_N + query, _visible(seq_len, NEXT_N - 1 - query, max_seq_len, COMPRESS_RATIO), mask=mask)
+    tl.store(lens_ptr + request * NEXT_N + query, visible(seq_len, NEXT_N - 1 - query, max_seq_len, COMPRESS_RATIO), mask=mask)
 
 
 @compile_once(aligned=("lens_ptr", "requests_ptr", "valid_ptr"))
@@ -69,26 +69,26 @@ def ragged_context_lens_kernel(
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     if num_reqs < FEW_REQUESTS:
-        end_index = _first_above(starts_ptr, start_stride, num_reqs, token, 0, FEW_REQUESTS)
+        end_index = first_above(starts_ptr, start_stride, num_reqs, token, 0, FEW_REQUESTS)
     else:
-        end_index = _first_above(starts_ptr, start_stride, num_reqs, token, 0, MANY_REQUESTS)
+        end_index = first_above(starts_ptr, start_stride, num_reqs, token, 0, MANY_REQUESTS)
         begin = tl.full((), MANY_REQUESTS, tl.int32)
         while begin <= num_reqs:
-            end_index = tl.minimum(end_index, _first_above(starts_ptr, start_stride, num_reqs, token, begin, MANY_REQUESTS))
+            end_index = tl.minimum(end_index, first_above(starts_ptr, start_stride, num_reqs, token, begin, MANY_REQUESTS))
             begin += MANY_REQUESTS
     live = token < num_tokens
     valid = live & (end_index > 0) & (end_index <= num_reqs)
     request = tl.where(valid, end_index - 1, 0)
     end = tl.load(starts_ptr + end_index.to(tl.int64) * start_stride, mask=valid, other=0)
     seq_len = tl.load(seq_lens_ptr + request.to(tl.int64) * seq_stride, mask=valid, other=0)
-    length = _visible(seq_len, tl.where(valid, end - 1 - token, 0), max_seq_len, COMPRESS_RATIO)
+    length = visible(seq_len, tl.where(valid, end - 1 - token, 0), max_seq_len, COMPRESS_RATIO)
     tl.store(lens_ptr + token, length, mask=live)
     tl.store(requests_ptr + token, request, mask=live)
     tl.store(valid_ptr + token, valid, mask=live)
 
 
 @triton.jit
-def _first_above(starts_ptr, start_stride, num_reqs, token, begin, COUNT: tl.constexpr):
+def first_above(starts_ptr, start_stride, num_reqs, token, begin, COUNT: tl.constexpr):
     """Index of the first of ``COUNT`` starts from ``begin`` on that is above each token; the largest int32 if none is."""
     index = begin + tl.arange(0, COUNT)
     start = tl.load(starts_ptr + index.to(tl.int64) * start_stride, mask=index <= num_reqs, other=-2147483648)

@@ -42,7 +42,7 @@ def causal_swa_kernel(
     request, has_request = token_request(requests_ptr, request_stride, valid_ptr, valid_stride, token, live, num_reqs)
     first = tl.maximum(position - (WINDOW - 1), 0)
     length = tl.where(has_request & (position >= 0), position - first + 1, 0).to(tl.int32)
-    _window(
+    store_window(
         indices_ptr,
         table_ptr,
         first_token,
@@ -97,7 +97,7 @@ def draft_swa_kernel(
     length = tl.where((valid != 0) & (committed > 0), tl.maximum(committed + QUERIES - first, 0), 0).to(tl.int32)
     # A position at or past the limit is a hole: the row keeps its length.
     with_kv = tl.minimum(length, tl.maximum(max_model_len - first, 0)).to(tl.int32)
-    _window(
+    store_window(
         indices_ptr,
         table_ptr,
         first_row,
@@ -117,7 +117,7 @@ def draft_swa_kernel(
 
 
 @triton.jit
-def _window(
+def store_window(
     indices_ptr,
     table_ptr,
     first_row,

@@ -177,7 +177,7 @@ def test_interpreted(check: Callable[..., Any], args: tuple[Any, ...], interpret
 def test_seams_of_tiles_on_cuda() -> None:
     draws, close, otherwise = seams("cuda", 200, SEAMS)
     print(f"{draws} draws, {close} within the margin, {otherwise} of them otherwise")
-    assert draws == 200 * len(SEAMS) * 6 and close < draws / 500
+    assert draws == 200 * len(SEAMS) * 6 and close <= 5
 
 
 @needs_gpu
@@ -211,7 +211,7 @@ def test_rejection_sample_5000_draws_of_the_whole_vocabulary(greedy: bool) -> No
     for i in range(50):
         check_rejection(rejection_sample, gumbel_sample, batch("cuda", 100, K, V, seed=i, spread=0.5), tally, greedy)
     print(tally)
-    assert tally.draws == 5000 and tally.close <= 15
+    assert tally.draws == 5000 and tally.close <= 5
 
 
 @needs_gpu

@@ -1,8 +1,8 @@
 """What the passes need of FX graphs: op calls in every form, lane marks, bodies of higher-order ops.
 
 Everything here that PyTorch does not document is used nowhere else: ``node.meta["custom"]`` (written by
-``torch.fx.traceback.annotate``), the two auto_functionalized forms, and the arguments of ``invoke_subgraph``. Tried with
-torch 2.11 and 2.13.
+``torch.fx.traceback.annotate``) and ``node.meta["eager_input_vals"]``, the two auto_functionalized forms, and the arguments of
+``invoke_subgraph``. Tried with torch 2.11 and 2.13.
 
 ========================  ==========================================================================================
 form                      a call of ``toy::scan(Tensor x, Tensor(a!) out, *, int lane=-1) -> ()`` in the graph
@@ -30,6 +30,7 @@ from ..workspace import LANE_MARK, REGION_MARK
 __all__ = ["Body", "OpCall", "as_op_call", "bodies", "clone_body", "find_op_nodes", "graph_text", "lane_mark", "region_mark", "set_lane_mark", "source_of", "storage_of"]
 
 _FUNCTIONALIZED = ("auto_functionalized", "auto_functionalized_v2")
+EAGER_VALUES = "eager_input_vals"
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,10 @@ class OpCall:
             for position, argument in enumerate(self.op._schema.arguments):
                 if argument.name == name and not argument.kwarg_only and position < len(self.node.args):
                     self.node.update_arg(position, value)
+                    self._eager_value(position, value)
                     return
         self.node.update_kwarg(name, value)
+        self._eager_value(name, value)
 
     def set_op(self, op: OpOverload) -> None:
         """Call ``op`` instead, in the same form."""
@@ -67,6 +70,17 @@ class OpCall:
             self.node.target = op
         else:
             self.node.update_arg(0, op)
+            self._eager_value(0, op)
+
+    def _eager_value(self, where: int | str, value: Any) -> None:
+        """Inductor keeps the arguments of eager mode beside the node's own, and wants as many of them."""
+        if EAGER_VALUES in self.node.meta:
+            args, kwargs = self.node.meta[EAGER_VALUES]
+            if isinstance(where, str):
+                kwargs = {**kwargs, where: value}
+            elif where < len(args):
+                args = (*args[:where], value, *args[where + 1 :])
+            self.node.meta[EAGER_VALUES] = (args, kwargs)
 
 
 def as_op_call(node: torch.fx.Node) -> OpCall | None:

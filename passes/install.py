@@ -9,19 +9,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.fx
 
-from .. import workspace
 from ..errors import PassError
-from . import fx_utils
 from .base import chain
 from .lanes import BindReport, bind_lanes
 from .verify import VerifyLanes
-from .workspace_ops import workspace_op
+from .watch import watched
 
 __all__ = ["LaneBackend", "backend", "install"]
 
@@ -69,11 +67,11 @@ class LaneBackend:
             slot = "post_grad_custom_post_pass"
             # By patches, not by install(): Inductor applies them again to what it compiles later (backward graphs).
             patches[slot] = chain(patches.get(slot, getattr(config, slot)), verifier)
-            return _watched(gm, compile_fx(gm, example_inputs, config_patches=patches))
+            return watched(gm, compile_fx(gm, example_inputs, config_patches=patches))
         inner = torch._dynamo.lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
         keywords = ({"mode": mode} if mode else {}) | ({"options": options} if options else {})
         with install(verifier):
-            return _watched(gm, inner(gm, example_inputs, **keywords))
+            return watched(gm, inner(gm, example_inputs, **keywords))
 
     def __repr__(self) -> str:
         given = {"unmarked": self.unmarked, "ambient": self.ambient, "mode": self.mode, "options": self.options or None}
@@ -91,31 +89,6 @@ class LaneBackend:
     def _patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
         patches = dict(torch._inductor.list_mode_options(mode)) if mode and mode != "default" else {}
         return patches | {key.replace("-", "_"): value for key, value in options.items()}
-
-
-_NO_SCRATCH = frozenset({"aten", "prims", "prim", "inductor", "dsv4_ops"})
-
-
-def _watched(gm: torch.fx.GraphModule, compiled: Any) -> Callable[..., Any]:
-    """``compiled``, which warns where an op that no one registered asks for the lane of a marked region of ``gm`` (bound)."""
-    unregistered: dict[Any, frozenset[int]] = {}
-    for _, module in fx_utils.modules(gm):
-        for node in module.graph.nodes:
-            call, lane = fx_utils.as_op_call(node), fx_utils.lane_mark(node)
-            if lane is not None and call is not None and call.op.namespace not in _NO_SCRATCH and workspace_op(call.op) is None:
-                unregistered[call.op] = unregistered.get(call.op, frozenset()) | {lane}
-    return _watching(unregistered, compiled) if unregistered else compiled
-
-
-def _watching(unregistered: Mapping[Any, frozenset[int]], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        token = workspace._unregistered.set(unregistered)
-        try:
-            return compiled(*args)
-        finally:
-            workspace._unregistered.reset(token)
-
-    return run
 
 
 def _replays(patches: dict[str, Any]) -> bool:

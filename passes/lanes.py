@@ -37,9 +37,14 @@ from ..errors import PassError
 from ..workspace import AMBIENT
 from . import fx_utils, workspace_ops
 from .base import LanePass, logger
+from .watch import watched
 from .workspace_ops import workspace_op
 
 __all__ = ["BindLanes", "BindReport", "bind_lanes", "marks_digest", "with_marks"]
+
+BOUND_HERE = "dsv4_lane_bound"
+"""In ``node.meta``: the lane was bound, not given by the program, so that another caller may bind it again. Inductor runs its post-grad
+passes on bodies first, without their callers, and each body has the mark of the caller that was traced first."""
 
 
 @dataclass
@@ -132,7 +137,7 @@ class _Binder:
             if self.regions.lane(node, module, AMBIENT) != AMBIENT:
                 continue
             call = fx_utils.as_op_call(node)
-            if call is not None and (entry := workspace_op(call.op)) is not None and (entry.bound is not call.op or call.argument("lane") == AMBIENT):
+            if call is not None and (entry := workspace_op(call.op)) is not None and (entry.bound is not call.op or BOUND_HERE in node.meta or call.argument("lane") == AMBIENT):
                 return True
         return any(
             self.regions.lane(body.call, module, AMBIENT) == AMBIENT and (id(body.module) not in self._pristine or self._depends_on_caller(body.module))
@@ -145,23 +150,28 @@ class _Binder:
             return
         lane = self.unmarked if mark is None else mark
         if entry.bound is not call.op:
-            if lane is not None:
-                call.set_op(entry.bound)
-                fx_utils.OpCall(call.node, entry.bound, call.form).set_argument("lane", lane)
-                self._count(entry.bound, lane)
-            else:
+            if lane is None:
                 self.report.ambient += 1
+                return
+            call.set_op(entry.bound)
+            call = fx_utils.OpCall(call.node, entry.bound, call.form)
+            self._set(call, lane)
             return
         given = call.argument("lane")
         if isinstance(given, bool) or not isinstance(given, int):
             raise PassError(f"{call.op} ({call.node.name} at {fx_utils.source_of(call.node)}): its lane is computed by the program, expected a constant. Use use_workspace_lane, or pass a Python int that does not change.")
-        if given == AMBIENT and lane is not None:
-            call.set_argument("lane", lane)
-            self._count(call.op, lane)
-        elif given == AMBIENT:
-            self.report.ambient += 1
+        if given == AMBIENT or BOUND_HERE in call.node.meta:
+            if lane is None:
+                self.report.ambient += 1
+            if given != (AMBIENT if lane is None else lane):
+                self._set(call, AMBIENT if lane is None else lane)
         elif mark is not None and given != mark:
             raise PassError(f"{call.op} ({call.node.name} at {fx_utils.source_of(call.node)}): called with lane={given} inside use_workspace_lane({mark}). Leave lane at -1 there, or enter the lane you mean.")
+
+    def _set(self, call: fx_utils.OpCall, lane: int) -> None:
+        call.set_argument("lane", lane)
+        call.node.meta[BOUND_HERE] = True
+        self._count(call.op, lane)
 
     def _count(self, op: Any, lane: int) -> None:
         key = f"{op}@{lane}"
@@ -228,10 +238,13 @@ def _marks_of(gm: torch.fx.GraphModule) -> Iterator[None]:
 
 
 def with_marks(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend that tells :class:`BindLanes` the marks of each program that ``inner`` compiles."""
+    """A backend that tells :class:`BindLanes` the marks of each program that ``inner`` compiles.
+
+    What it compiles warns, as under ``backend()``, where an op that no one registered asks for the lane of a marked region.
+    """
 
     def compile_with_marks(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         with _marks_of(gm):
-            return inner(gm, example_inputs, **kwargs)
+            return watched(gm, inner(gm, example_inputs, **kwargs))
 
     return compile_with_marks

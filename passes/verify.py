@@ -45,6 +45,7 @@ class VerifyLanes(LanePass):
         if ambient not in ("allow", "unmarked", "refuse"):
             raise PassError(f"VerifyLanes: ambient must be 'allow', 'unmarked' or 'refuse', got {ambient!r}.")
         self.ambient = ambient
+        self.handles_lanes = ambient != "allow"  # which lets a marked op through unbound
 
     def config(self) -> dict[str, Any]:
         return {"ambient": self.ambient}

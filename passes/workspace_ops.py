@@ -11,7 +11,7 @@ calls the original, and the lane pass swaps the calls::
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,9 +102,23 @@ def _shadow(op: OpOverload) -> OpOverload:
 
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    if not schema.is_mutable:
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", _refuse_gradient(op), lib=library)
     _libraries.append(library)  # an op lives as long as its library
     overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     return overload
+
+
+def _refuse_gradient(op: OpOverload) -> Callable[..., Any]:
+    """The formula of ``op`` is not the shadow's, and without any, autograd would return no gradient and go on."""
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise PassError(
+            f"{op}: a gradient is asked through its call in a workspace lane, which runs as an op without one. Give {op} an argument 'int lane=-1' of its own "
+            "(then it is bound as it is, with its formula), or call it under torch.no_grad()."
+        )
+
+    return backward
 
 
 def schema_with_lane(schema: str, name: str) -> str:

@@ -157,7 +157,7 @@ def forward(self, l_x_ : torch._subclasses.fake_tensor.FakeTensor):
 
 
 def test_a_second_run_changes_nothing_and_the_graph_is_sound() -> None:
-    for step in (two_branches, shared_region, toys.load(toys.random_program(3))):
+    for step in (two_branches, shared_region):
         gm = toys.dynamo_graph(step, torch.rand(3))
         bind_lanes(gm)
         once = graph_text(gm)
@@ -167,23 +167,7 @@ def test_a_second_run_changes_nothing_and_the_graph_is_sound() -> None:
             module.graph.lint()
 
 
-# Programs
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_programs_run_in_the_lanes_of_eager_mode(seed: int) -> None:
-    assert_same_lanes(toys.load(toys.random_program(seed)), torch.rand(4))
-
-
-@pytest.mark.parametrize("seed", [3, 23, 85])
-def test_random_programs_under_inductor(seed: int) -> None:
-    assert_same_lanes(toys.load(toys.random_program(seed)), torch.rand(4), backend=passes.backend())
-
-
-def test_random_programs_exercise_what_they_are_for() -> None:
-    sources = [toys.random_program(seed) for seed in range(40)]
-    for piece in ("torch.cond", "nested_compile_region", "for _ in", "except KeyError", "toys.vendor"):
-        assert sum(piece in s for s in sources) >= 5, piece
+# Programs (random ones: test_program_campaign.py)
 
 
 def test_shared_region_is_cloned_for_the_second_lane() -> None:

@@ -13,7 +13,7 @@ from .slots import flat, largest_slot, spread
 ELEMENTS = 512
 CSR_ELEMENTS, CSR_WARPS, LENS = 1024, 4, 1024
 # Where holes are dropped a program counts through all rows, so that few programs take many rows each.
-HOLES_ELEMENTS, HOLES_WARPS = 8192, 16
+HOLES_ELEMENTS, HOLES_WARPS = 8192, 32
 
 
 @compile_once(aligned=())
@@ -57,6 +57,7 @@ def swa_indices_to_csr_kernel(
     LENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Every program counts for itself what stands before its rows and in all of them: nobody waits for another.
 
@@ -68,7 +69,11 @@ def swa_indices_to_csr_kernel(
     length = tl.minimum(tl.maximum(tl.load(lens_ptr + row * lens_stride, mask=live, other=0), 0), WIDTH)
     slot = _slots(indices_ptr, first_row, 0, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
     if DROP_HOLES:
-        kept, before, every = _count_entries(indices_ptr, lens_ptr, first_row, rows, row_stride, lens_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
+        kept = tl.sum(tl.reshape(_is_kept(slot, length, 0, ROWS, COLUMNS), [ROWS, COLUMNS]), 1)
+        for begin in range(COLUMNS, WIDTH, COLUMNS):
+            more = _slots(indices_ptr, first_row, begin, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
+            kept += tl.sum(tl.reshape(_is_kept(more, length, begin, ROWS, COLUMNS), [ROWS, COLUMNS]), 1)
+        before, every = _count_entries(indices_ptr, lens_ptr, first_row, rows, row_stride, lens_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
     else:
         kept = length
         before, every = _count_lens(lens_ptr, first_row, rows, lens_stride, WIDTH, LENS)
@@ -133,26 +138,43 @@ def _count_lens(lens_ptr, first_row, rows, lens_stride, WIDTH: tl.constexpr, LEN
 
 
 @triton.jit
-def _count_entries(
-    indices_ptr, lens_ptr, first_row, rows, row_stride, lens_stride, COLUMN_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+def _is_kept(slot, length, begin, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """1 for entries of a row that are no holes, 0 for others; flat, from column ``begin`` on."""
+    column = begin + tl.arange(0, ROWS * COLUMNS) % COLUMNS
+    return ((slot >= 0) & (column < spread(length, COLUMNS))).to(tl.int32)
+
+
+@triton.jit
+def _kept_of_tile(
+    indices_ptr, lens_ptr, number, rows, row_stride, lens_stride, COLUMN_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """The entries that are no holes: of each own row, of all rows before, and of all rows."""
-    kept, both = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int64)
-    begin = tl.full((), 0, tl.int64)
-    while begin < rows:
-        row = begin + tl.arange(0, ROWS)
-        length = tl.load(lens_ptr + row * lens_stride, mask=row < rows, other=0)
-        count = tl.zeros((ROWS,), tl.int32)
-        for first_column in range(0, WIDTH, COLUMNS):
-            column = first_column + tl.arange(0, COLUMNS)[None, :]
-            mask = (row < rows)[:, None] & (column < WIDTH) & (column < length[:, None])
-            slot = tl.load(indices_ptr + row[:, None] * row_stride + column * COLUMN_STRIDE, mask=mask, other=-1)
-            count += tl.sum((slot >= 0).to(tl.int32), 1)
-        both += count * tl.where(row < first_row, 0x100000001, 0x100000000)
-        kept = tl.where(begin == first_row, count, kept)
-        begin += ROWS
-    both = tl.sum(both, 0)
-    return kept, (both & 0xFFFFFFFF).to(tl.int32), (both >> 32).to(tl.int32)
+    first_row, begin = number // PARTS * ROWS, number % PARTS * COLUMNS
+    row = first_row + tl.arange(0, ROWS)
+    length = tl.load(lens_ptr + row * lens_stride, mask=row < rows, other=0)
+    return _is_kept(_slots(indices_ptr, first_row, begin, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS), length, begin, ROWS, COLUMNS)
+
+
+@triton.jit
+def _count_entries(
+    indices_ptr, lens_ptr, first_row, rows, row_stride, lens_stride, COLUMN_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """How many entries of the rows before ``first_row`` are no holes, and of all rows. Each tile is loaded while the one before it is counted."""
+    before, after = tl.zeros((ROWS * COLUMNS,), tl.int32), tl.zeros((ROWS * COLUMNS,), tl.int32)
+    number, own, tiles = tl.full((), 0, tl.int64), first_row // ROWS * PARTS, (rows.to(tl.int64) + ROWS - 1) // ROWS * PARTS
+    kept = _kept_of_tile(indices_ptr, lens_ptr, number, rows, row_stride, lens_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
+    while number < own:
+        number += 1
+        ahead = _kept_of_tile(indices_ptr, lens_ptr, number, rows, row_stride, lens_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
+        before += kept
+        kept = ahead
+    while number < tiles:
+        number += 1
+        ahead = _kept_of_tile(indices_ptr, lens_ptr, number, rows, row_stride, lens_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
+        after += kept
+        kept = ahead
+    # Below 2**31 each, so that one reduction of int64 does both.
+    both = tl.sum((before.to(tl.int64) << 32) + after, 0)
+    return (both >> 32).to(tl.int32), ((both >> 32) + (both & 0xFFFFFFFF)).to(tl.int32)
 
 
 def packed_page_slots(slots: torch.Tensor, block_size: int, block_span: int) -> torch.Tensor:
@@ -179,7 +201,8 @@ def packed_page_slots(slots: torch.Tensor, block_size: int, block_span: int) -> 
 def swa_indices_to_csr(indices: torch.Tensor, lens: torch.Tensor, drop_holes: bool) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, width = indices.shape
     indptr, entries = indices.new_empty((num_rows + 1,)), indices.new_empty((num_rows * width,))
-    rows, columns, _ = tile(width, HOLES_ELEMENTS if drop_holes else CSR_ELEMENTS)
+    rows, columns, parts = tile(width, HOLES_ELEMENTS if drop_holes else CSR_ELEMENTS)
+    rows = min(rows, 32)  # more would not fit into the registers of a program
     launch(
         swa_indices_to_csr_kernel,
         max(1, triton.cdiv(num_rows, rows)),  # without rows there still is indptr[0]
@@ -197,6 +220,7 @@ def swa_indices_to_csr(indices: torch.Tensor, lens: torch.Tensor, drop_holes: bo
         LENS=LENS,
         ROWS=rows,
         COLUMNS=columns,
+        PARTS=parts,
         num_warps=HOLES_WARPS if drop_holes else CSR_WARPS,
     )
     return indptr, entries

@@ -145,12 +145,12 @@ def test_results_on_standard_output_are_nothing_but_results(model: Path, request
 def test_options_reach_the_engine(model: Path, requests: Path, engines: dict[str, Any]) -> None:
     (model / "dflash").mkdir()
     (model / "dflash" / "config.json").write_text(json.dumps({"dspark_block_size": 7}))
-    arguments = ["run", str(requests), "--model", str(model), "--mode", "all", "--kv-dtype", "fp8", "--max-seqs", "4", "--compile", "--device", "cpu", "--max-tokens", "2"]
+    arguments = ["run", str(requests), "--model", str(model), "--mode", "all", "--kv-dtype", "fp8", "--max-seqs", "4", "--compile", "--fused", "--device", "cpu", "--max-tokens", "2"]
     assert main(arguments) == 0
     configs = [e.config for e in engines["made"]]
     assert [c.mode for c in configs] == ["plain", "mtp", "dspark", "dflash"]
     assert [c.tokens_per_decode for c in configs] == [1, 1 + 3, 1 + 5, 1 + 7]
-    assert all(c.kv_dtype == "fp8" and c.max_num_seqs == 4 and c.compile and c.device == "cpu" and c.max_num_batched_tokens == 256 and c.capture_sizes is None for c in configs)
+    assert all(c.kv_dtype == "fp8" and c.max_num_seqs == 4 and c.compile and c.fused and c.device == "cpu" and c.max_num_batched_tokens == 256 and c.capture_sizes is None for c in configs)
     assert all(c.max_model_len == 256 and not c.record_logits for c in configs)
     assert [e.stats.tokens for e in engines["made"]] == [6] * 4
     engines["made"].clear()

@@ -42,6 +42,7 @@ def add_commands(commands: Any, exit_codes: str) -> None:
         "pads every step to one size, so it is slower",
     )
     run.add_argument("--compile", action="store_true", help="torch.compile the model and the drafter")
+    run.add_argument("--fused", action="store_true", help="target, sampling and drafter as one step: one program with --compile, one CUDA graph on a GPU")
     run.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda when there is one)")
     run.add_argument("--threads", metavar="N", type=_positive, help="CPU threads (default: 1 for models with a hidden size below 1024, else PyTorch's choice)")
     run.add_argument("--out", metavar="FILE", help="results, one JSON object a finished request; - for standard output")

@@ -104,7 +104,8 @@ class Executor:
         self.compiled: dict[str, Any] = {}
         """Backend of each compiled step, which tells what lanes it bound."""
         self.pool = GraphPool(device, graphs=not config.enforce_eager)
-        self.pool.manager.raise_counts(self.num_lanes)
+        with self.pool.manager.unlocked():  # another engine of the process may hold its lock
+            self.pool.manager.raise_counts(self.num_lanes)
         inputs = {**_specs(dummy_step(config, 1), _PER_TOKEN), **_specs(dummy_sample(config))}
         if proposer is None or config.fused:
             name, function = ("target", self._plain_step) if proposer is None else ("fused", self._fused_step)

@@ -199,6 +199,7 @@ class Run:
             kv_dtype=options.kv_dtype,
             capture_sizes=(tokens,) if options.verify else None,
             compile=options.compile,
+            fused=options.fused,
             device=self.device,
         )
         return replace(config, **changes)

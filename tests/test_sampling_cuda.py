@@ -14,6 +14,7 @@ from dsv4_ops import (
     STREAM_DRAFT,
     STREAM_PLAIN,
     STREAM_RECOVERY,
+    _philox,
     gumbel_sample,
     rejection_sample,
     testing,
@@ -114,6 +115,37 @@ def nothing_left(device: str, width: int) -> None:
     tally.add(sampled[:, 0], *gumbel(target[:, 0], temperature, seeds, seeds, mapping, STREAM_RECOVERY))
 
 
+def one_column_left(device: str, width: int) -> None:
+    """The target has more than the draft in its last column alone: tiles with nothing of their own must not draw."""
+    _, reject = on_device(device)
+    n = 16
+    proposal = torch.randn(n, 1, width, generator=torch.Generator().manual_seed(6)).to(device)
+    target = proposal.repeat(1, 2, 1)
+    target[..., 7] = -math.inf
+    target[..., -1] += 8.0
+    temperature, seeds = torch.ones(n, device=device), torch.arange(n, device=device)
+    sampled, count = reject(target, torch.full((n, 1), 7, device=device), proposal, temperature, seeds, seeds, seeds)
+    assert count.tolist() == [1] * n and sampled[:, 0].tolist() == [width - 1] * n
+
+
+def thresholds(device: str, width: int) -> None:
+    """Laws made so that a proposal's ratio of p to q is a thousandth above or below the number that it is judged by."""
+    _, reject = on_device(device)
+    n = 12
+    seeds = torch.arange(n, device=device)
+    chance = _philox.uniforms(seeds, seeds, STREAM_ACCEPTANCE, 1)[:, 0].double()
+    above = seeds % 2 == 0
+    ratio = chance * torch.where(above, 1.001, 0.999)
+    assert float(ratio.max()) < 0.99, "other seeds are needed"
+    column = (seeds * 997) % width
+    for proposal, q in ((None, 1.0), (torch.zeros(n, 1, width, device=device), 1 / width)):
+        p = ratio * q  # of one column; the others share the rest equally, so that every tile takes part in the sums
+        target = torch.zeros(n, 2, width, device=device)
+        target[seeds, 0, column] = torch.log(p / (1 - p) * (width - 1)).float()
+        _, count = reject(target, column[:, None], proposal, torch.ones(n, device=device), seeds, seeds, seeds)
+        assert (count == 2).tolist() == above.tolist()
+
+
 def without_drafts(device: str, requests: int, width: int) -> None:
     """A request whose proposals are placeholders, or that has none, draws the very token that gumbel_sample gives it."""
     sample, reject = on_device(device)
@@ -157,6 +189,8 @@ SMALL: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (special_rows, ("cpu", (1.0,), 4100)),
     (special_rows, ("cpu", (0.0,), 6145)),
     (nothing_left, ("cpu", 4100)),
+    (one_column_left, ("cpu", 4100)),
+    (thresholds, ("cpu", 6145)),
     (without_drafts, ("cpu", 9, 4100)),
     (rows_alone, ("cpu", 7, 6145)),
 ]
@@ -192,6 +226,8 @@ def test_what_is_drawn_depends_on_the_request_alone_on_cuda(width: int) -> None:
     rows_alone("cuda", 33, width)
     without_drafts("cuda", 33, width)
     nothing_left("cuda", width)
+    one_column_left("cuda", width)
+    thresholds("cuda", width)
 
 
 @needs_gpu

@@ -28,16 +28,18 @@ from dsv4_ops import testing
 from dsv4_ops.testing import Op, Sample
 
 from . import results
-from .timing import Call, ColdReplays, copy_rate
+from .timing import Call, ColdReplays, copy_rate, launches
 
-FAMILIES = ("kernels_index",)
+FAMILIES = ("kernels_index", "kernels_step")
 CALLS = 64
 DEVICE = "cuda"
 METHOD = f"CUDA graph of {CALLS} calls, us a call, of 11 replays; hot: all on one input set; cold: one on each of {CALLS} sets after 256 MB were read"
 WITHIN_US, AHEAD = 0.3, 1.05
 
-Prepared = tuple[Call, Sequence[torch.Tensor]]
-"""A call without arguments, and the tensors that it writes: the op's outputs, in order."""
+Prepared = tuple[Call, Sequence[torch.Tensor | None]]
+"""A call without arguments, and the tensors that it writes: the op's outputs, or what it mutates, in order; None for one that a peer lacks."""
+
+Peer = Callable[[ModuleType, Sample], Prepared]
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,35 @@ class Case:
     params: dict[str, Any]
     make: Callable[..., Sample]
     """``make(seed=, device=, **params)`` draws a call of the op."""
-    peers: dict[str, Callable[[ModuleType, Sample], Prepared]] = field(default_factory=dict)
+    peers: dict[str, Peer] = field(default_factory=dict)
     """Name -> ``prepare(triton_extracted, sample)``."""
     same: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] | None = None
     """Raises AssertionError when results differ; without it they must be equal, floats within the tolerances of ``testing``."""
     sets: int = CALLS
     """Input sets of the cold measurement, fewer where they are large."""
+    ours: dict[str, Callable[[Sample], Call]] = field(default_factory=dict)
+    """Name -> ``prepare(sample)``: the same result by other ops of this package."""
+    at_most_us: float | None = None
+    ahead: float = AHEAD
+    """What the case has to reach: a time, or else so many times faster than the best peer or near a kernel with one store."""
+
+
+def on_cpu(value: Any) -> Any:
+    """A value or a sample, its tensors on the CPU, their strides kept where they are not dense (pages)."""
+    if isinstance(value, Sample):
+        return Sample(value.label, tuple(map(on_cpu, value.args)), {name: on_cpu(item) for name, item in value.kwargs.items()})
+    if isinstance(value, list):
+        return [on_cpu(item) for item in value]
+    if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+        return value
+    base = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage().cpu())  # type: ignore[call-overload]
+    return base.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def outcome(op: Op, sample: Sample, result: Any) -> tuple[torch.Tensor, ...]:
+    """What a call gave: its outputs and the arguments that it mutates."""
+    named = dict(zip((a.name for a in op.overload._schema.arguments), sample.args, strict=False)) | sample.kwargs
+    return (*testing.outputs(result), *(named[name] for name in op.mutates))
 
 
 def load_peers() -> ModuleType | None:
@@ -87,7 +112,7 @@ class Bench:
                 times, _ = self.timer.measure(calls, cold=cache == "cold")
                 if right is not None:
                     right(calls[0]())
-                row.update(ok=True, **times)
+                row.update(ok=True, launches=launches(calls[0]), **times)
             except AssertionError as error:
                 row["wrong"] = str(error).strip()[:300]
             except Exception as error:
@@ -102,27 +127,40 @@ class Bench:
     def run(self, case: Case) -> None:
         op: Op = self.ops[case.op]
         head = {"op": case.op, "case": case.case, "params": case.params}
+        if case.at_most_us is not None or case.ahead != AHEAD:
+            head["target"] = {"at_most_us": case.at_most_us} if case.at_most_us is not None else {"ahead": case.ahead}
         samples = [case.make(seed=seed, device=DEVICE, **case.params) for seed in range(case.sets)]
-        on_cpu = [a.cpu() if isinstance(a, torch.Tensor) else a for a in samples[0].args]
-        expected = testing.outputs(op.reference(*on_cpu, **{k: a.cpu() if isinstance(a, torch.Tensor) else a for k, a in samples[0].kwargs.items()}))
+        reference = on_cpu(testing.clone_args(samples[0]) if op.mutates else samples[0])
+        expected = outcome(op, reference, op.reference(*reference.args, **reference.kwargs))
 
         def right(result: Any) -> None:
-            got = tuple(t.cpu() for t in testing.outputs(result))
+            pairs = [(g.cpu(), e) for g, e in zip(result, expected, strict=True) if g is not None]
+            got, want = tuple(g for g, _ in pairs), tuple(e for _, e in pairs)
+            if op.mutates:  # pages with gaps
+                got, want = tuple(g.contiguous() for g in got), tuple(w.contiguous() for w in want)
             if case.same is not None:
-                case.same(got, expected)
+                case.same(got, want)
             else:
-                testing.assert_same(got, expected)
+                testing.assert_same(got, want)
+
+        def calls(function: Callable[..., Any]) -> list[Call]:
+            # What is mutated belongs to one provider: another must not find its result there.
+            mine = [testing.clone_args(s) for s in samples] if op.mutates else samples
+            return [lambda s=s: outcome(op, s, function(*s.args, **s.kwargs)) for s in mine]
 
         backend = op.backends.get(DEVICE, "")
-        self.record({**head, "backend": backend}, "dsv4_ops", lambda: [lambda s=s: op.overload(*s.args, **s.kwargs) for s in samples], right)
+        self.record({**head, "backend": backend}, "dsv4_ops", lambda: calls(op.overload), right)
+        for name, single in case.ours.items():
+            self.record(head, name, lambda single=single: [single(s) for s in samples], right)
         for name, prepare in case.peers.items() if self.peers is not None else ():
 
             def prepared(prepare: Any = prepare) -> list[Call]:
                 return [lambda c=c, outs=outs: (c(), tuple(outs))[1] for c, outs in (prepare(self.peers, s) for s in samples)]
 
             self.record(head, name, prepared, right)
-        if op.torch_impl is not None and backend != "torch":
-            self.record(head, "torch", lambda: [lambda s=s: op.torch_impl(*s.args, **s.kwargs) for s in samples], right, ("hot",))
+        plain = op.torch_impl
+        if plain is not None and backend != "torch":
+            self.record(head, "torch", lambda: calls(plain), right, ("hot",))
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -131,14 +169,18 @@ def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in (r for r in rows if r["provider"] == "dsv4_ops"):
         same = [r for r in rows if (r["op"], r["case"], r["params"]) == (row["op"], row["case"], row["params"]) and r["ok"]]
-        peers = [r["us_p50"] for r in same if r["provider"] not in ("dsv4_ops", "torch")]
+        peers = [r["us_p50"] for r in same if r["provider"] != "torch" and not r["provider"].startswith("dsv4_ops")]
         verdict = {"op": row["op"], "case": row["case"], "params": row["params"], "us": row.get("us_p50")}
         if row["ok"]:
             cache = row["params"]["cache"]
             verdict["above_one_store_us"] = round(row["us_p50"] - store[cache], 3) if cache in store else None
             verdict["peer_us"], verdict["ahead"] = (min(peers), round(min(peers) / row["us_p50"], 3)) if peers else (None, None)
             near = verdict["above_one_store_us"]
-            verdict["met"] = (near is not None and near <= WITHIN_US) or (verdict["ahead"] or 0) >= AHEAD
+            target = row.get("target", {"ahead": AHEAD})
+            if "at_most_us" in target:
+                verdict["met"] = row["us_p50"] <= target["at_most_us"]
+            else:
+                verdict["met"] = (near is not None and near <= WITHIN_US) or (verdict["ahead"] or 0) >= target["ahead"]
         else:
             verdict["met"] = False
         found.append(verdict)

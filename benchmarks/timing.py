@@ -7,6 +7,7 @@ gap to the next kernel included; an empty kernel timed the same way is the floor
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,18 @@ class ColdReplays:
         times = sorted(before.elapsed_time(after) * 1000 / len(calls) for before, after in events)
         result = [t.clone() if isinstance(t, torch.Tensor) else t for t in (result if isinstance(result, tuple | list) else (result,))]  # the graph's memory goes with it
         return {f"us_p{p}": round(times[len(times) * p // 100], 3) for p in (20, 50, 80)}, result
+
+
+def launches(call: Call) -> int | None:
+    """How many nodes (kernels, copies, fills) a CUDA graph of one call has; None where that cannot be asked."""
+    try:
+        graph, count = torch.cuda.CUDAGraph(keep_graph=True), ctypes.c_size_t()
+        with torch.cuda.graph(graph):
+            call()
+        status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
+        return count.value if status == 0 else None
+    except (OSError, RuntimeError, TypeError, AttributeError, AssertionError):
+        return None
 
 
 def copy_rate() -> float:

@@ -408,6 +408,7 @@ def _mixed_samples(device: torch.device | str, seed: int = 0) -> Iterator[Sample
     ids = torch.tensor([2**31 - 1, 0, 0, 1, 2, -1, 2, 3], dtype=torch.int32, device=device)
     for label, valid in ((rows.label, True), ("all padding", False)):
         yield Sample(label, (*rows.args[:4], positions, ids, torch.full((8,), valid, device=device), *rows.args[7:]), rows.kwargs)
+    yield Sample("positions outside, all records", (*rows.args[:3], None, positions, ids, torch.ones(8, dtype=torch.bool, device=device), *rows.args[7:]), rows.kwargs)
     wide = drawn("narrowed tables and strided rows", 6, 4, 8, blocks=8)
     a = wide.args
     yield Sample(wide.label, (a[0][::2], a[1][::2], a[2][::2, ::2], a[3][::2, ::2], *(t[::2] for t in a[4:7]), a[7][:, 1:6:2], a[8][:, 2:6]), wide.kwargs)

@@ -133,7 +133,7 @@ def test_requests_end_at_the_models_limit_and_at_stop_ids(mode: str, checkpoint:
     assert tokens == [plain[0][:17], plain[1][: plain[1].index(stop) + 1]]
 
 
-@pytest.mark.parametrize(("mode", "fused"), [("plain", False), ("mtp", False), ("dspark", False), ("mtp", True), ("dflash", True)])
+@pytest.mark.parametrize(("mode", "fused"), [("plain", False), ("mtp", False), ("dspark", False), ("dflash", True)])
 def test_compiled_steps_are_one_graph_and_change_no_token(mode: str, fused: bool, checkpoint: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """fullgraph=True; all token counts above 1 share a graph, and serving compiles nothing (Dynamo alone: no code generation here).
 
@@ -157,7 +157,7 @@ def test_compiled_steps_are_one_graph_and_change_no_token(mode: str, fused: bool
     assert lanes == {"fused": {0, 1}} if fused else lanes == {"target": {0}} if mode == "plain" else lanes == {"target": {0}, "draft": {1}}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["mtp", "dflash"])
 def test_fused_steps_change_no_token(mode: str, checkpoint: Path, plain: list[list[int]]) -> None:
     tokens, engine = serve(checkpoint, GREEDY, mode=mode, fused=True)
     assert tokens == plain and list(engine.executor.pool.steps) == ["fused"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -134,6 +135,7 @@ def own_kernel(op: Op) -> bool:
 def outputs_alone(call: Callable[[], tuple[torch.Tensor, ...]], name: str) -> None:
     """``call`` inside a memory pool asks for the bytes of its outputs and for no others, not even for a moment."""
     call()
+    gc.collect()
     torch.cuda.synchronize()
     pool = torch.cuda.MemPool()
     torch.cuda.reset_peak_memory_stats()

@@ -55,6 +55,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     # Noise.
     Mutation("shared-noise", "recovery has noise of its own", "dsv4_ops/_philox.py", "STREAM_RECOVERY = 3", "STREAM_RECOVERY = 1", "tests/test_sampling.py -k H01"),
     Mutation("one-hot-proposal", "a greedy proposal has a one-hot law", "dsv4_ops/rejection.py", "draft_logits is None or greedy_draft or drafts == 0", "draft_logits is None or drafts == 0", "tests/test_sampling.py -k H04"),
+    Mutation("kernel-noise", "the kernel's recovery has noise of its own", "dsv4_ops/_triton/rejection.py", "tl.where(rejected, STREAM_RECOVERY, STREAM_PLAIN)", "tl.where(rejected, 1, STREAM_PLAIN)", "tests/test_sampling_cuda.py -k interpreted"),
+    Mutation("kernel-counter", "each call counts its programs from zero", "dsv4_ops/_triton/rejection.py", "tl.store(finished_ptr + request, 0)", "pass", "tests/test_sampling_cuda.py -k interpreted"),
+    Mutation("kernel-scale", "tiles are compared on one scale", "dsv4_ops/_triton/sampling.py", "arrival * exp2((top - level) * scale)", "arrival", "tests/test_sampling_cuda.py -k interpreted"),
+    Mutation("kernel-nothing-left", "a tile with nothing left does not draw", "dsv4_ops/_triton/rejection.py", "level = tl.where(left, 0.0, -INFINITY)", "level = tl.where(left, 0.0, 0.0)", "tests/test_sampling_cuda.py -k interpreted"),
+    Mutation("kernel-placeholder", "a placeholder is followed by the target's own law", "dsv4_ops/_triton/rejection.py", "rejected = count < end", "rejected = count < DRAFTS", "tests/test_sampling_cuda.py -k interpreted"),
     # SwiGLU parameters.
     Mutation("gpt-oss-everywhere", "the model type decides the parameters", "dsv4_ops/swiglu.py", 'if model_type == "gpt_oss":', "if True:", "tests/test_swiglu.py -k F01"),
     Mutation("limit-dropped", "the limit clamps", "dsv4_ops/swiglu.py", "if limit is not None:\n        g, u", "if False:\n        g, u", "tests/test_swiglu.py -k F02"),

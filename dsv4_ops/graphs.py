@@ -151,11 +151,11 @@ class StepOutputs:
     def __init__(self, step: GraphStep, size: int, rows: int, value: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         self.size, self.rows = size, rows
         """The capture size that ran, and the rows of it that were given; those behind are padding."""
-        self._step, self._generation, self._value, self._inputs = step, step.generation, value, inputs
+        self._step, self._writes, self._call, self._value, self._inputs = step, step._writes, step.calls, value, inputs
 
     @property
     def is_stale(self) -> bool:
-        return self._generation != self._step.generation
+        return self._writes != self._step._writes
 
     def read(self) -> Any:
         """The outputs, as the function returned them, in the step's buffers. StaleOutputError when the step has run since.
@@ -177,9 +177,10 @@ class StepOutputs:
 
     def _check(self) -> None:
         if self.is_stale:
-            later = self._step.generation - self._generation
+            later = self._step.calls - self._call
+            event = f"has run {later} more time(s)" if later else "was warmed up, or failed in a call,"
             raise StaleOutputError(
-                f"outputs of step {self._step.name!r}, call {self._generation}: the step has run {later} more time(s) since and has written over them. Read them before its "
+                f"outputs of step {self._step.name!r}, call {self._call}: the step {event} since and has written over them. Read them before its "
                 "next call, or keep a copy() of them."
             )
 
@@ -200,8 +201,9 @@ class GraphStep:
         self.max_size = self.sizes[-1] if max_size is None else max(max_size, self.sizes[-1])
         if not any(spec.rows for spec in self.specs.values()) and self.max_size != self.sizes[0]:
             raise ArgumentError(where, "sizes", "one size, because no input has rows that follow the size (rows=1)", list(self.sizes))
-        self.generation = 0
-        """Calls so far. Outputs of an earlier one are stale."""
+        self.calls = 0
+        self._writes = 0
+        """How often the buffers have been written over: outputs of before are stale."""
         self.captures: dict[int, int] = {}
         """Size -> bytes by which its capture made the pool grow."""
         self.recaptures = 0
@@ -225,11 +227,12 @@ class GraphStep:
         with pool._mutex:
             pool._begin_call(self)
             size = round_to_capture_size(rows, self.sizes)
+            graph = self._graph(size)
+            self._writes += 1
             if size > self.sizes[-1]:
                 mine = tuple(t.to(pool.device) for t in inputs)
                 value = self._call(mine)
             else:
-                graph = self._graph(size)
                 self._fill(size, inputs)
                 if graph is None:
                     self._run(size)
@@ -237,7 +240,7 @@ class GraphStep:
                     graph.replay()
                     self._used_on(pool._stream, size)
                 mine, value = self._inputs(size), self._views[size]
-            self.generation += 1
+            self.calls += 1
             return StepOutputs(self, size, rows, value, mine)
 
     def eager(self, *inputs: torch.Tensor) -> Any:
@@ -268,7 +271,7 @@ class GraphStep:
         def nbytes(tensors: Sequence[torch.Tensor | None]) -> int:
             return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
-        return StepReport(self.name, self.lane, self.sizes, nbytes(self._buffers), nbytes(self._outputs), dict(self.captures), self.recaptures, self.generation)
+        return StepReport(self.name, self.lane, self.sizes, nbytes(self._buffers), nbytes(self._outputs), dict(self.captures), self.recaptures, self.calls)
 
     def __repr__(self) -> str:
         return f"GraphStep({self.name!r}, sizes {list(self.sizes)}, lane {self.lane}, {len(self._graphs)} graphs)"
@@ -361,6 +364,7 @@ class GraphStep:
     # Graphs
 
     def _warm_up(self, recorder: Recorder | None) -> None:
+        self._writes += 1
         for size in (*([self.max_size] if self.max_size > self.sizes[-1] else []), *reversed(self.sizes)):
             with recorder.warming() if recorder is not None else contextlib.nullcontext():
                 if size > self.sizes[-1]:
@@ -370,9 +374,9 @@ class GraphStep:
                     self._run(size)
 
     def _graph(self, size: int) -> Any | None:
-        """The graph of ``size``, captured again when its scratch has moved; None without graphs."""
+        """The graph of ``size``, captured again when its scratch has moved; None without graphs, and past the largest size."""
         recorder = self.pool.recorder
-        if recorder is None:
+        if recorder is None or size > self.sizes[-1]:
             return None
         if size not in self.captures:
             raise GraphError(f"step {self.name!r} has no graph of size {size}. Call GraphPool.capture() once, before the first call.")

@@ -262,5 +262,5 @@ def interleaved_calls(pool: GraphPool, manager: WorkspaceManager, *, ascending: 
             read(side)
     for side in list(pending):
         read(side)
-    assert sum(step.generation for step in steps.values()) == calls and not any(step.recaptures for step in steps.values())
+    assert sum(step.calls for step in steps.values()) == calls and not any(step.recaptures for step in steps.values())
     return int(wrong)

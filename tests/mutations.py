@@ -65,7 +65,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("limit-dropped", "the limit clamps", "dsv4_ops/swiglu.py", "if limit is not None:\n        g, u", "if False:\n        g, u", "tests/test_swiglu.py -k F02"),
     # Captured steps.
     Mutation("padding-left", "rows behind those given are filled in every call", "dsv4_ops/graphs.py", "buffer[given.shape[0] :].fill_(spec.pad)", "pass", "tests/test_graphs.py -k written_whole"),
-    Mutation("stale-read", "outputs of an earlier call are refused", "dsv4_ops/graphs.py", "return self._generation != self._step.generation", "return False", "tests/test_graphs.py -k run_again"),
+    Mutation("stale-read", "outputs of an earlier call are refused", "dsv4_ops/graphs.py", "return self._writes != self._step._writes", "return False", "tests/test_graphs.py -k run_again"),
     Mutation("own-lane", "a step runs in its lane", "dsv4_ops/graphs.py", "use_workspace_lane(self.lane), use_workspace_ubatch", "use_workspace_ubatch", "tests/test_graphs.py -k own_lane"),
     Mutation("pool-locks", "captured pools lock the workspace", "dsv4_ops/graphs.py", "                self.manager.lock(self)\n", "", "tests/test_graphs.py -k locks"),
     Mutation("moved-scratch", "a graph whose scratch has moved is captured again", "dsv4_ops/workspace.py", "if not entry[1].is_current:", "if False:", "tests/test_graphs.py -k moved"),

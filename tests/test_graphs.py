@@ -151,8 +151,33 @@ def test_outputs_are_refused_once_the_step_has_run_again_and_survive_other_steps
     for access in (outputs.read, outputs.copy, outputs.inputs):
         with pytest.raises(StaleOutputError, match=r"outputs of step 'first', call 1: the step has run 1 more time\(s\) since and has written over them\. Read them before its next call, or keep a copy\(\)"):
             access()
+    again = first(*later)
+    pool.reset()
+    pool.capture()
+    with pytest.raises(StaleOutputError, match="call 3: the step was warmed up, or failed in a call, since"):
+        again.read()
+    first(*later)
     assert same(copied, double(*inputs), 3), "a copy stays"
     assert same(kept, double(*later), 4), "what was read and kept is the step's own memory"
+
+
+def test_a_call_that_fails_takes_the_outputs_of_the_one_before(manager: WorkspaceManager) -> None:
+    """It has written the inputs already, and perhaps some outputs."""
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] < 0:
+            raise KeyError("negative")
+        return x * 2
+
+    step = GraphPool("cpu", manager=manager).step("f", fail, {"x": StepInput(F32, (1,))}, sizes=(2,))
+    outputs = step(torch.ones(2, 1))
+    with pytest.raises(ArgumentShapeError):
+        step(torch.ones(2, 3))
+    assert outputs.read().tolist() == [[2.0], [2.0]], "a refused call leaves them alone"
+    with pytest.raises(KeyError):
+        step(-torch.ones(2, 1))
+    with pytest.raises(StaleOutputError, match="call 1: the step was warmed up, or failed in a call, since"):
+        outputs.read()
 
 
 def test_case_E11_what_is_read_after_the_drafts_replay_lives_outside_the_pool(pool: GraphPool) -> None:
@@ -342,7 +367,7 @@ def test_inputs_that_do_not_fit_are_refused_by_name(pool: GraphPool) -> None:
     for inputs, error, match in bad:
         with pytest.raises(error, match=match):
             step(*inputs)
-    assert step.generation == 0, "a refused call leaves earlier outputs alone"
+    assert step.calls == 0, "a refused call leaves earlier outputs alone"
 
 
 def refused(function: Callable[..., Any], sizes: tuple[int, ...] = (1, 2)) -> str:

@@ -87,7 +87,7 @@ def test_a_host_read_under_capture_is_refused(manager: WorkspaceManager) -> None
         "try:\n"
         "    pool.capture()\n"
         "except GraphError as error:\n"
-        "    print(error)\n"
+        "    print(error, flush=True)\n"
         "assert torch.cuda.current_stream() == torch.cuda.default_stream()\n"
         "print('on the stream of before', flush=True)\n"
     )

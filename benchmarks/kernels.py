@@ -197,14 +197,16 @@ def main() -> int:
         print("no CUDA device")
         return 1
     start, wanted = time.perf_counter(), sys.argv[1:]
-    bench = Bench(ColdReplays(), load_peers())
-    bench.floors()
-    for case in cases():
-        if not wanted or case.op in wanted:
-            bench.run(case)
-    summary = verdicts(bench.rows)
-    env = {"copy_GBps": copy_rate(), "empty_kernel_us": next((r["us_p50"] for r in bench.rows if r["case"] == "empty" and r["ok"]), None)}
-    results.write("kernels-part" if wanted else "kernels", env, method=METHOD, summary=summary, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
+    bench, copied = Bench(ColdReplays(), load_peers()), copy_rate()
+    try:
+        bench.floors()
+        for case in cases():
+            if not wanted or case.op in wanted:
+                bench.run(case)
+    finally:  # what is measured stays, should a kernel take the context down
+        summary = verdicts(bench.rows)
+        env = {"copy_GBps": copied, "empty_kernel_us": next((r["us_p50"] for r in bench.rows if r["case"] == "empty" and r["ok"]), None)}
+        results.write("kernels-part" if wanted else "kernels", env, method=METHOD, summary=summary, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
     for row in bench.rows:
         params = " ".join(f"{k} {v}" for k, v in row["params"].items())
         print(f"{row['op']:28} {row['case']:28} {params:44} {row['provider']:38} {row.get('us_p50', row.get('skipped', 'WRONG: ' + row.get('wrong', '')))}")

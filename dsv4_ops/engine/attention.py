@@ -19,11 +19,11 @@ from torch import nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, apply_rotary_pos_emb
 
 from .._checks import PAD_SLOT_ID
-from ..context_lens import expand_block_table, ragged_context_lens
+from ..decode_step import prepare_decode_step
 from ..global_indices import global_topk_indices
 from ..kv_cache import kv_cache_insert, new_kv_cache
 from ..sparse_decode import sparse_mla_decode
-from ..swa_indices import causal_swa_indices, decode_swa_width
+from ..swa_indices import decode_swa_width
 from ..topk_slots import topk_slots
 from .step import StepInputs
 
@@ -90,16 +90,15 @@ def closing_tokens(positions: torch.Tensor, is_valid_token: torch.Tensor, ratio:
 
 def build_metadata(step: StepInputs, geometry: Geometry) -> AttentionMetadata:
     """Everything the layers read beside hidden states. Fixed shapes, no host reads."""
-    tokens, max_reqs = step.input_ids.shape[0], step.seq_lens.shape[0]
-    _, requests, valid = ragged_context_lens(step.seq_lens, step.query_start_loc, tokens)
-    swa_indices, swa_lens = causal_swa_indices(
-        step.positions, requests, valid, step.window_table,
-        block_size=geometry.window_block_size, window=geometry.window, width=decode_swa_width(geometry.window),
+    max_reqs = step.seq_lens.shape[0]
+    prepared = prepare_decode_step(
+        step.positions, step.seq_lens, step.query_start_loc, step.window_table, step.compressed_table, block_size=geometry.window_block_size,
+        window=geometry.window, width=decode_swa_width(geometry.window), compress_ratios=tuple(geometry.ratios.values()),
     )  # fmt: skip
+    requests, valid = prepared.token_to_req_indices, prepared.is_valid_token
     plans = {}
-    for layer_type, ratio in geometry.ratios.items():
+    for (layer_type, ratio), lens in zip(geometry.ratios.items(), prepared.context_lens, strict=True):
         span, block_size = geometry.spans[layer_type], geometry.compressed_block_size // ratio
-        lens, _, _ = ragged_context_lens(step.seq_lens, step.query_start_loc, tokens, ratio)
         plan = closing_tokens(step.positions, valid, ratio, max_reqs)
         closing, rows = plan >= 0, plan.clamp(min=0)
         last, owner = step.positions[rows], requests[rows]
@@ -107,8 +106,9 @@ def build_metadata(step: StepInputs, geometry: Geometry) -> AttentionMetadata:
         state_slots, _ = global_topk_indices(reads.to(torch.int32), owner, closing, step.window_table, block_size=geometry.window_block_size)
         slots, _ = global_topk_indices((last // ratio).to(torch.int32)[:, None], owner, closing, step.compressed_table, block_size=block_size)
         plans[layer_type] = CompressorPlan(rows, state_slots.to(torch.int64), last + 1 - ratio, slots[:, 0].to(torch.int64), lens, block_size)
-    token_pages = expand_block_table(step.compressed_table, requests, valid)
-    return AttentionMetadata(step.window_slots, requests, valid, swa_indices, swa_lens, plans, step.compressed_table, token_pages)
+    return AttentionMetadata(
+        step.window_slots, requests, valid, prepared.swa_indices, prepared.swa_lens, plans, step.compressed_table, prepared.expanded_block_table
+    )
 
 
 class _Rows(nn.Module):

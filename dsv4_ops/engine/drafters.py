@@ -162,6 +162,9 @@ class BlockInputs(NamedTuple):
     """By request state."""
     draft_start: torch.Tensor | None = None
     """int32 ``[M]``: first position that has draft KV, where that is not 0."""
+    swa_indices: torch.Tensor | None = None
+    swa_lens: torch.Tensor | None = None
+    """int32 ``[>= M * Q, width]`` and ``[>= M * Q]``: window rows of the queries (``prepare_draft_step``); made from the others where None."""
 
 
 class _DraftAttention(nn.Module):
@@ -314,12 +317,15 @@ class BlockDrafter(Drafter):
         rows = requests * queries
         self.insert_context(inputs.aux_hidden, inputs.context_positions, inputs.context_slots, caches)
         ids, positions = inputs.input_ids[:rows].to(torch.int64), inputs.positions[:rows]
-        first = positions.view(requests, queries)[:, 0]
-        is_valid_req = ~inputs.is_padding[:rows].view(requests, queries)[:, 0]
-        indices, lens = draft_swa_indices(
-            first.to(torch.int32), inputs.block_table, is_valid_req, block_size=block_size, window=self.window, block_queries=queries,
-            width=swa_index_width(self.window, queries), draft_start=inputs.draft_start, max_model_len=max_model_len,
-        )  # fmt: skip
+        if inputs.swa_indices is None or inputs.swa_lens is None:
+            first = positions.view(requests, queries)[:, 0]
+            is_valid_req = ~inputs.is_padding[:rows].view(requests, queries)[:, 0]
+            indices, lens = draft_swa_indices(
+                first.to(torch.int32), inputs.block_table, is_valid_req, block_size=block_size, window=self.window, block_queries=queries,
+                width=swa_index_width(self.window, queries), draft_start=inputs.draft_start, max_model_len=max_model_len,
+            )  # fmt: skip
+        else:
+            indices, lens = inputs.swa_indices[:rows], inputs.swa_lens[:rows]
         streams = self(ids, positions, DraftRows(caches, inputs.query_slots[:rows], indices, lens))
         base = self.logits(streams[inputs.sample_indices]).view(requests, num_tokens, -1)
         drawn = inputs.sample_pos.view(requests, num_tokens)

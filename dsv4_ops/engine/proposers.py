@@ -15,9 +15,11 @@ import torch
 from transformers import DeepseekV4ForCausalLM
 
 from ..context_lens import ragged_context_lens
-from ..dflash import prepare_dflash_inputs, scratch_rows
+from ..dflash import scratch_rows
+from ..draft_step import prepare_draft_step
 from ..errors import ArgumentError
 from ..kv_cache import new_kv_cache
+from ..swa_indices import swa_index_width
 from .config import KV_DTYPES, EngineConfig
 from .drafters import BlockDrafter, BlockInputs, Drafter, MTPDrafter, MTPInputs, Proposal, load_drafter, mean_streams, next_token_ids
 
@@ -110,7 +112,7 @@ class BlockProposer(_Proposer):
         step, sample, config = inputs.step, inputs.sample, self.config
         states = inputs.last_sampled.shape[0]
         rows = scratch_rows(sample.state_rows, states - 1)
-        prepared = prepare_dflash_inputs(
+        prepared = prepare_draft_step(
             step.positions,
             step.query_start_loc,
             sample.state_rows,
@@ -127,6 +129,8 @@ class BlockProposer(_Proposer):
             max_reqs=sample.draft_table.shape[0],
             max_tokens=sample.draft_table.shape[0] * self.queries,
             max_model_len=config.max_model_len,
+            window=self.window,
+            width=swa_index_width(self.window, self.queries),
             sample_from_anchor=self.drafter.sample_from_anchor,
         )
         return self.drafter.propose(
@@ -144,6 +148,8 @@ class BlockProposer(_Proposer):
                 block_table=sample.draft_table,
                 temperature=prepared.temperature,
                 seeds=prepared.seeds,
+                swa_indices=prepared.swa_indices[0],
+                swa_lens=prepared.swa_lens,
             ),
             self.caches,
             num_tokens=self.num_tokens,

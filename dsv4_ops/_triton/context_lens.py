@@ -29,8 +29,8 @@ def mtp_context_lens_kernel(
     lens_ptr,
     seq_lens_ptr,
     num_reqs,
-    seq_stride,
     max_seq_len,
+    SEQ_STRIDE: tl.constexpr,
     NEXT_N: tl.constexpr,
     COMPRESS_RATIO: tl.constexpr,
     ROWS: tl.constexpr,
@@ -41,7 +41,7 @@ def mtp_context_lens_kernel(
     request = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + place // COLUMNS
     query = (tl.program_id(0) % PARTS) * COLUMNS + place % COLUMNS
     mask = (request < num_reqs) & (query < NEXT_N)
-    seq_len = tl.load(seq_lens_ptr + request * seq_stride, mask=mask, other=0)
+    seq_len = tl.load(seq_lens_ptr + request * SEQ_STRIDE, mask=mask, other=0)
     tl.store(lens_ptr + request * NEXT_N + query, visible(seq_len, NEXT_N - 1 - query, max_seq_len, COMPRESS_RATIO), mask=mask)
 
 
@@ -54,9 +54,9 @@ def ragged_context_lens_kernel(
     starts_ptr,
     num_tokens,
     num_reqs,
-    seq_stride,
-    start_stride,
     max_seq_len,
+    SEQ_STRIDE: tl.constexpr,
+    START_STRIDE: tl.constexpr,
     COMPRESS_RATIO: tl.constexpr,
     TOKENS: tl.constexpr,
     FEW_REQUESTS: tl.constexpr,
@@ -69,18 +69,18 @@ def ragged_context_lens_kernel(
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     if num_reqs < FEW_REQUESTS:
-        end_index = first_above(starts_ptr, start_stride, num_reqs, token, 0, FEW_REQUESTS)
+        end_index = first_above(starts_ptr, START_STRIDE, num_reqs, token, 0, FEW_REQUESTS)
     else:
-        end_index = first_above(starts_ptr, start_stride, num_reqs, token, 0, MANY_REQUESTS)
+        end_index = first_above(starts_ptr, START_STRIDE, num_reqs, token, 0, MANY_REQUESTS)
         begin = tl.full((), MANY_REQUESTS, tl.int32)
         while begin <= num_reqs:
-            end_index = tl.minimum(end_index, first_above(starts_ptr, start_stride, num_reqs, token, begin, MANY_REQUESTS))
+            end_index = tl.minimum(end_index, first_above(starts_ptr, START_STRIDE, num_reqs, token, begin, MANY_REQUESTS))
             begin += MANY_REQUESTS
     live = token < num_tokens
     valid = live & (end_index > 0) & (end_index <= num_reqs)
     request = tl.where(valid, end_index - 1, 0)
-    end = tl.load(starts_ptr + end_index.to(tl.int64) * start_stride, mask=valid, other=0)
-    seq_len = tl.load(seq_lens_ptr + request.to(tl.int64) * seq_stride, mask=valid, other=0)
+    end = tl.load(starts_ptr + end_index.to(tl.int64) * START_STRIDE, mask=valid, other=0)
+    seq_len = tl.load(seq_lens_ptr + request.to(tl.int64) * SEQ_STRIDE, mask=valid, other=0)
     length = visible(seq_len, tl.where(valid, end - 1 - token, 0), max_seq_len, COMPRESS_RATIO)
     tl.store(lens_ptr + token, length, mask=live)
     tl.store(requests_ptr + token, request, mask=live)
@@ -107,15 +107,15 @@ def expand_block_table_kernel(
     num_reqs,
     blocks,
     table_stride,
-    request_stride,
-    valid_stride,
+    REQUEST_STRIDE: tl.constexpr,
+    VALID_STRIDE: tl.constexpr,
     TABLE_COLUMN_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     first_token = tl.program_id(0).to(tl.int64) * ROWS
     token = first_token + tl.arange(0, ROWS)
-    request, has_request = token_request(requests_ptr, request_stride, valid_ptr, valid_stride, token, token < tokens, num_reqs)
+    request, has_request = token_request(requests_ptr, REQUEST_STRIDE, valid_ptr, VALID_STRIDE, token, token < tokens, num_reqs)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     source = flat((request * table_stride)[:, None] + column[None, :] * TABLE_COLUMN_STRIDE)
     block = tl.load(table_ptr + source, mask=flat(has_request[:, None] & (column < blocks)[None, :]), other=0)
@@ -158,8 +158,8 @@ def mtp_context_lens(seq_lens: torch.Tensor, next_n: int, compress_ratio: int, m
         lens,
         seq_lens,
         seq_lens.shape[0],
-        seq_lens.stride(0),
         NO_LIMIT if max_seq_len is None else max_seq_len,
+        SEQ_STRIDE=seq_lens.stride(0),
         NEXT_N=next_n,
         COMPRESS_RATIO=compress_ratio,
         ROWS=rows,
@@ -186,9 +186,9 @@ def ragged_context_lens(
         query_start_loc,
         num_tokens,
         seq_lens.shape[0],
-        seq_lens.stride(0),
-        query_start_loc.stride(0),
         NO_LIMIT if max_seq_len is None else max_seq_len,
+        SEQ_STRIDE=seq_lens.stride(0),
+        START_STRIDE=query_start_loc.stride(0),
         COMPRESS_RATIO=compress_ratio,
         TOKENS=TOKENS,
         FEW_REQUESTS=FEW_REQUESTS,
@@ -214,8 +214,8 @@ def expand_block_table(block_table: torch.Tensor, token_to_req_indices: torch.Te
         block_table.shape[0],
         blocks,
         block_table.stride(0),
-        token_to_req_indices.stride(0),
-        is_valid_token.stride(0),
+        REQUEST_STRIDE=token_to_req_indices.stride(0),
+        VALID_STRIDE=is_valid_token.stride(0),
         TABLE_COLUMN_STRIDE=block_table.stride(1),
         ROWS=TABLE_ROWS,
         COLUMNS=columns,

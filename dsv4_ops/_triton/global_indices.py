@@ -21,9 +21,9 @@ def global_topk_kernel(
     num_reqs,
     blocks,
     topk_stride,
-    request_stride,
-    valid_stride,
     table_stride,
+    REQUEST_STRIDE: tl.constexpr,
+    VALID_STRIDE: tl.constexpr,
     TOPK_COLUMN_STRIDE: tl.constexpr,
     TABLE_COLUMN_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -31,7 +31,7 @@ def global_topk_kernel(
     COLUMNS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    request, has_request = token_request(requests_ptr, request_stride, valid_ptr, valid_stride, token, True, num_reqs)
+    request, has_request = token_request(requests_ptr, REQUEST_STRIDE, valid_ptr, VALID_STRIDE, token, True, num_reqs)
     length = 0
     for start in range(0, TOPK, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -63,9 +63,9 @@ def global_topk_indices(
         block_table.shape[0],
         min(block_table.shape[1], 2**31 - 1),
         topk_indices.stride(0),
-        token_to_req_indices.stride(0),
-        is_valid_token.stride(0),
         block_table.stride(0),
+        REQUEST_STRIDE=token_to_req_indices.stride(0),
+        VALID_STRIDE=is_valid_token.stride(0),
         TOPK_COLUMN_STRIDE=topk_indices.stride(1),
         TABLE_COLUMN_STRIDE=block_table.stride(1),
         BLOCK_SIZE=block_size,

@@ -36,15 +36,15 @@ def build_mixed_kernel(
     blocks,
     compressed_blocks,
     swa_stride,
-    swa_lens_stride,
     topk_stride,
-    topk_lens_stride,
     prefill_stride,
-    position_stride,
-    request_stride,
-    valid_stride,
     table_stride,
     compressed_table_stride,
+    SWA_LENS_STRIDE: tl.constexpr,
+    TOPK_LENS_STRIDE: tl.constexpr,
+    POSITION_STRIDE: tl.constexpr,
+    REQUEST_STRIDE: tl.constexpr,
+    VALID_STRIDE: tl.constexpr,
     COLUMN_STRIDES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_SPAN: tl.constexpr,
@@ -61,14 +61,14 @@ def build_mixed_kernel(
     PARTS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    request, listed = token_request(requests_ptr, request_stride, valid_ptr, valid_stride, token, True, num_reqs)
+    request, listed = token_request(requests_ptr, REQUEST_STRIDE, valid_ptr, VALID_STRIDE, token, True, num_reqs)
     compressed_row, row_ptr = request * compressed_table_stride, indices_ptr + token * WIDTH
     count = 0
     if token < decodes:
-        visible = tl.minimum(tl.maximum(tl.load(swa_lens_ptr + token * swa_lens_stride), 0), SWA_WIDTH)
+        visible = tl.minimum(tl.maximum(tl.load(swa_lens_ptr + token * SWA_LENS_STRIDE), 0), SWA_WIDTH)
         topk_len = TOPK
         if topk_lens_ptr is not None:
-            topk_len = tl.minimum(tl.maximum(tl.load(topk_lens_ptr + token * topk_lens_stride), 0), TOPK)
+            topk_len = tl.minimum(tl.maximum(tl.load(topk_lens_ptr + token * TOPK_LENS_STRIDE), 0), TOPK)
         for part in range(PARTS):  # one, unless a row is wider than a block
             window_column, column = part * WINDOW_COLUMNS + tl.arange(0, WINDOW_COLUMNS), part * TOPK_COLUMNS + tl.arange(0, TOPK_COLUMNS)
             window_slot = tl.load(swa_ptr + token * swa_stride + window_column * COLUMN_STRIDES[0], mask=window_column < SWA_WIDTH, other=-1)
@@ -87,7 +87,7 @@ def build_mixed_kernel(
         if topk_lens_ptr is not None:
             count = topk_len
     else:
-        position = tl.load(positions_ptr + token * position_stride)
+        position = tl.load(positions_ptr + token * POSITION_STRIDE)
         listed = listed & (position >= 0)
         position = tl.minimum(tl.maximum(position, -1), 9223372036854775806)
         visible = tl.minimum(position + 1, WINDOW).to(tl.int32)
@@ -176,15 +176,15 @@ def build_mixed_sparse_indices(
         min(block_table.shape[1], 2**31 - 1),
         min(compressed_block_table.shape[1], 2**31 - 1),
         decode_swa_indices.stride(0),
-        decode_swa_lens.stride(0),
         decode_topk_indices.stride(0),
-        0 if topk_lens is None else topk_lens.stride(0),
         0 if prefill_topk_indices is None else prefill_topk_indices.stride(0),
-        positions.stride(0),
-        token_to_req_indices.stride(0),
-        is_valid_token.stride(0),
         block_table.stride(0),
         compressed_block_table.stride(0),
+        SWA_LENS_STRIDE=decode_swa_lens.stride(0),
+        TOPK_LENS_STRIDE=0 if topk_lens is None else topk_lens.stride(0),
+        POSITION_STRIDE=positions.stride(0),
+        REQUEST_STRIDE=token_to_req_indices.stride(0),
+        VALID_STRIDE=is_valid_token.stride(0),
         COLUMN_STRIDES=(
             decode_swa_indices.stride(1),
             decode_topk_indices.stride(1),

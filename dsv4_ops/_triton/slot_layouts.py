@@ -50,7 +50,7 @@ def swa_indices_to_csr_kernel(
     lens_ptr,
     rows,
     row_stride,
-    lens_stride,
+    LENS_STRIDE: tl.constexpr,
     COLUMN_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     DROP_HOLES: tl.constexpr,
@@ -66,17 +66,17 @@ def swa_indices_to_csr_kernel(
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     row = first_row + tl.arange(0, ROWS)
     live = row < rows
-    length = tl.minimum(tl.maximum(tl.load(lens_ptr + row * lens_stride, mask=live, other=0), 0), WIDTH)
+    length = tl.minimum(tl.maximum(tl.load(lens_ptr + row * LENS_STRIDE, mask=live, other=0), 0), WIDTH)
     slot = _slots(indices_ptr, first_row, 0, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
     if DROP_HOLES:
         kept = tl.sum(tl.reshape(_is_kept(slot, length, 0, ROWS, COLUMNS), [ROWS, COLUMNS]), 1)
         for begin in range(COLUMNS, WIDTH, COLUMNS):
             more = _slots(indices_ptr, first_row, begin, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
             kept += tl.sum(tl.reshape(_is_kept(more, length, begin, ROWS, COLUMNS), [ROWS, COLUMNS]), 1)
-        before, every = _count_entries(indices_ptr, lens_ptr, first_row, rows, row_stride, lens_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
+        before, every = _count_entries(indices_ptr, lens_ptr, first_row, rows, row_stride, LENS_STRIDE, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
     else:
         kept = length
-        before, every = _count_lens(lens_ptr, first_row, rows, lens_stride, WIDTH, LENS)
+        before, every = _count_lens(lens_ptr, first_row, rows, LENS_STRIDE, WIDTH, LENS)
     end = before + tl.cumsum(kept, 0)
     start = end - kept
     # The entries of all rows before this one that were left out come first behind the kept ones.
@@ -124,13 +124,13 @@ def _place(
 
 
 @triton.jit
-def _count_lens(lens_ptr, first_row, rows, lens_stride, WIDTH: tl.constexpr, LENS: tl.constexpr):
+def _count_lens(lens_ptr, first_row, rows, LENS_STRIDE: tl.constexpr, WIDTH: tl.constexpr, LENS: tl.constexpr):
     """Sums of the lengths before ``first_row`` and of all: below 2**31 each, so that one reduction of int64 does both."""
     both = tl.zeros((LENS,), tl.int64)
     begin = tl.full((), 0, tl.int64)
     while begin < rows:
         row = begin + tl.arange(0, LENS)
-        length = tl.load(lens_ptr + row * lens_stride, mask=row < rows, other=0)
+        length = tl.load(lens_ptr + row * LENS_STRIDE, mask=row < rows, other=0)
         both += tl.minimum(tl.maximum(length, 0), WIDTH) * tl.where(row < first_row, 0x100000001, 0x100000000)
         begin += LENS
     both = tl.sum(both, 0)
@@ -146,30 +146,30 @@ def _is_kept(slot, length, begin, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _kept_of_tile(
-    indices_ptr, lens_ptr, number, rows, row_stride, lens_stride, COLUMN_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
+    indices_ptr, lens_ptr, number, rows, row_stride, LENS_STRIDE: tl.constexpr, COLUMN_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     first_row, begin = number // PARTS * ROWS, number % PARTS * COLUMNS
     row = first_row + tl.arange(0, ROWS)
-    length = tl.load(lens_ptr + row * lens_stride, mask=row < rows, other=0)
+    length = tl.load(lens_ptr + row * LENS_STRIDE, mask=row < rows, other=0)
     return _is_kept(_slots(indices_ptr, first_row, begin, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS), length, begin, ROWS, COLUMNS)
 
 
 @triton.jit
 def _count_entries(
-    indices_ptr, lens_ptr, first_row, rows, row_stride, lens_stride, COLUMN_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
+    indices_ptr, lens_ptr, first_row, rows, row_stride, LENS_STRIDE: tl.constexpr, COLUMN_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """How many entries of the rows before ``first_row`` are no holes, and of all rows. Each tile is loaded while the one before it is counted."""
     before, after = tl.zeros((ROWS * COLUMNS,), tl.int32), tl.zeros((ROWS * COLUMNS,), tl.int32)
     number, own, tiles = tl.full((), 0, tl.int64), first_row // ROWS * PARTS, (rows.to(tl.int64) + ROWS - 1) // ROWS * PARTS
-    kept = _kept_of_tile(indices_ptr, lens_ptr, number, rows, row_stride, lens_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
+    kept = _kept_of_tile(indices_ptr, lens_ptr, number, rows, row_stride, LENS_STRIDE, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
     while number < own:
         number += 1
-        ahead = _kept_of_tile(indices_ptr, lens_ptr, number, rows, row_stride, lens_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
+        ahead = _kept_of_tile(indices_ptr, lens_ptr, number, rows, row_stride, LENS_STRIDE, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
         before += kept
         kept = ahead
     while number < tiles:
         number += 1
-        ahead = _kept_of_tile(indices_ptr, lens_ptr, number, rows, row_stride, lens_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
+        ahead = _kept_of_tile(indices_ptr, lens_ptr, number, rows, row_stride, LENS_STRIDE, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
         after += kept
         kept = ahead
     # Below 2**31 each, so that one reduction of int64 does both.
@@ -213,7 +213,7 @@ def swa_indices_to_csr(indices: torch.Tensor, lens: torch.Tensor, drop_holes: bo
         lens,
         num_rows,
         indices.stride(0),
-        lens.stride(0),
+        LENS_STRIDE=lens.stride(0),
         COLUMN_STRIDE=indices.stride(1),
         WIDTH=width,
         DROP_HOLES=drop_holes,

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def slot_at(table_ptr, row, column_stride: tl.constexpr, blocks, first_block, ahead, listed, BLOCK_SIZE: tl.constexpr):
+def slot_at(table_ptr, row, COLUMN_STRIDE: tl.constexpr, blocks, first_block, ahead, listed, BLOCK_SIZE: tl.constexpr):
     """int32 slots of the positions that stand ``ahead`` (uint32) of the start of page ``first_block``; -1 where none.
 
     ``row`` is the offset of a table row in elements. ``first_block`` may be anything up to ``blocks``, which is at most
@@ -17,7 +17,7 @@ def slot_at(table_ptr, row, column_stride: tl.constexpr, blocks, first_block, ah
     """
     page = first_block + ahead // BLOCK_SIZE
     inside = flat(listed & (page < blocks))
-    physical = tl.load(table_ptr + flat(row + page.to(tl.int64) * column_stride), mask=inside, other=0)
+    physical = tl.load(table_ptr + flat(row + page.to(tl.int64) * COLUMN_STRIDE), mask=inside, other=0)
     slot = physical.to(tl.int64) * BLOCK_SIZE + flat(ahead % BLOCK_SIZE).to(tl.int64)
     return tl.where((physical > 0) & (slot <= 2147483647), slot, -1).to(tl.int32)
 
@@ -48,10 +48,10 @@ def packed(slot, BLOCK_SIZE: tl.constexpr, BLOCK_SPAN: tl.constexpr):
 
 
 @triton.jit
-def token_request(requests_ptr, request_stride, valid_ptr, valid_stride, token, live, num_reqs):
+def token_request(requests_ptr, REQUEST_STRIDE: tl.constexpr, valid_ptr, VALID_STRIDE: tl.constexpr, token, live, num_reqs):
     """Request ids of tokens (int64, 0 where there is none to use), and whether a token has one."""
-    request = tl.load(requests_ptr + token * request_stride, mask=live, other=-1)
-    valid = tl.load(valid_ptr + token * valid_stride, mask=live, other=0)
+    request = tl.load(requests_ptr + token * REQUEST_STRIDE, mask=live, other=-1)
+    valid = tl.load(valid_ptr + token * VALID_STRIDE, mask=live, other=0)
     has_request = (valid != 0) & (request >= 0) & (request < num_reqs)
     return tl.where(has_request, request, 0).to(tl.int64), has_request
 

@@ -23,10 +23,10 @@ def causal_swa_kernel(
     tokens,
     num_reqs,
     blocks,
-    position_stride,
-    request_stride,
-    valid_stride,
     table_stride,
+    POSITION_STRIDE: tl.constexpr,
+    REQUEST_STRIDE: tl.constexpr,
+    VALID_STRIDE: tl.constexpr,
     TABLE_COLUMN_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -38,8 +38,8 @@ def causal_swa_kernel(
     part, first_token = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64) * ROWS
     token = first_token + tl.arange(0, ROWS)
     live = token < tokens
-    position = tl.load(positions_ptr + token * position_stride, mask=live, other=-1)
-    request, has_request = token_request(requests_ptr, request_stride, valid_ptr, valid_stride, token, live, num_reqs)
+    position = tl.load(positions_ptr + token * POSITION_STRIDE, mask=live, other=-1)
+    request, has_request = token_request(requests_ptr, REQUEST_STRIDE, valid_ptr, VALID_STRIDE, token, live, num_reqs)
     first = tl.maximum(position - (WINDOW - 1), 0)
     length = tl.where(has_request & (position >= 0), position - first + 1, 0).to(tl.int32)
     store_window(
@@ -72,10 +72,10 @@ def draft_swa_kernel(
     num_rows,
     blocks,
     max_model_len,
-    committed_stride,
-    valid_stride,
-    start_stride,
     table_stride,
+    COMMITTED_STRIDE: tl.constexpr,
+    VALID_STRIDE: tl.constexpr,
+    START_STRIDE: tl.constexpr,
     TABLE_COLUMN_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -89,11 +89,11 @@ def draft_swa_kernel(
     row = first_row + tl.arange(0, ROWS)
     request = row // QUERIES
     live = row < num_rows
-    committed = tl.load(committed_ptr + request * committed_stride, mask=live, other=0).to(tl.int64)
-    valid = tl.load(valid_ptr + request * valid_stride, mask=live, other=0)
+    committed = tl.load(committed_ptr + request * COMMITTED_STRIDE, mask=live, other=0).to(tl.int64)
+    valid = tl.load(valid_ptr + request * VALID_STRIDE, mask=live, other=0)
     first = tl.maximum(committed - WINDOW, 0)
     if start_ptr is not None:
-        first = tl.maximum(first, tl.load(start_ptr + request * start_stride, mask=live, other=0).to(tl.int64))
+        first = tl.maximum(first, tl.load(start_ptr + request * START_STRIDE, mask=live, other=0).to(tl.int64))
     length = tl.where((valid != 0) & (committed > 0), tl.maximum(committed + QUERIES - first, 0), 0).to(tl.int32)
     # A position at or past the limit is a hole: the row keeps its length.
     with_kv = tl.minimum(length, tl.maximum(max_model_len - first, 0)).to(tl.int32)
@@ -164,10 +164,10 @@ def causal_swa_indices(
         tokens,
         block_table.shape[0],
         min(block_table.shape[1], 2**31 - 1),
-        positions.stride(0),
-        token_to_req_indices.stride(0),
-        is_valid_token.stride(0),
         block_table.stride(0),
+        POSITION_STRIDE=positions.stride(0),
+        REQUEST_STRIDE=token_to_req_indices.stride(0),
+        VALID_STRIDE=is_valid_token.stride(0),
         TABLE_COLUMN_STRIDE=block_table.stride(1),
         BLOCK_SIZE=block_size,
         WINDOW=window,
@@ -208,10 +208,10 @@ def draft_swa_indices(
         num_rows,
         min(block_table.shape[1], 2**31 - 1),
         2**63 - 1 if max_model_len is None else max_model_len,
-        committed_lens.stride(0),
-        is_valid_req.stride(0),
-        0 if draft_start is None else draft_start.stride(0),
         block_table.stride(0),
+        COMMITTED_STRIDE=committed_lens.stride(0),
+        VALID_STRIDE=is_valid_req.stride(0),
+        START_STRIDE=0 if draft_start is None else draft_start.stride(0),
         TABLE_COLUMN_STRIDE=block_table.stride(1),
         BLOCK_SIZE=block_size,
         WINDOW=window,

@@ -30,14 +30,19 @@ def _larger(a, b):
 
 
 @triton.jit
-def _running_before(starts_ptr, starts_stride, end, CHUNK: tl.constexpr):
-    """Largest of 0 and the entries ``[0, end)`` of ``query_start_loc``."""
-    largest = tl.full((), 0, tl.int32)
-    begin = tl.full((), 0, tl.int32)
+def _starts(starts_ptr, starts_stride, begin, end, CHUNK: tl.constexpr):
+    """Entries ``[begin, begin + CHUNK)`` of ``query_start_loc``, 0 from ``end`` on."""
+    k = begin + tl.arange(0, CHUNK)
+    return tl.load(starts_ptr + k.to(tl.int64) * starts_stride, mask=k < end, other=0)
+
+
+@triton.jit
+def _running_maximum(entries, starts_ptr, starts_stride, end, CHUNK: tl.constexpr):
+    """Largest of 0 and the entries ``[0, end)`` of ``query_start_loc``, of which the first CHUNK are loaded."""
+    largest = tl.maximum(tl.max(entries, 0), 0)
+    begin = tl.full((), CHUNK, tl.int32)
     while begin < end:
-        k = begin + tl.arange(0, CHUNK)
-        entries = tl.load(starts_ptr + k.to(tl.int64) * starts_stride, mask=k < end, other=0)
-        largest = tl.maximum(largest, tl.max(entries, 0))
+        largest = tl.maximum(largest, tl.max(_starts(starts_ptr, starts_stride, begin, end, CHUNK), 0))
         begin += CHUNK
     return largest
 
@@ -57,25 +62,28 @@ def _slots(table_ptr, row_stride, blocks, request, position, ok, rank, SIZE: tl.
 
 
 @triton.jit
-def _first_query(
-    request, here, running, positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride,
-    num_rejected_ptr, num_rejected_stride, tokens, states, max_model_len,
-):  # fmt: skip
-    """First query position of requests (where ``here``), whether they are live, and their state; ``running`` is the running
-    maximum of ``query_start_loc`` up to and with their own entry."""
+def _request(request, here, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride, num_rejected_ptr, num_rejected_stride, states):
+    """What is loaded of a request by its number alone: the next request's start, rejected tokens, state, and whether there is one."""
     following = tl.load(starts_ptr + (request + 1) * starts_stride, mask=here, other=0)
-    state = tl.load(idx_mapping_ptr + request * idx_mapping_stride, mask=here, other=-1)
     rejected = tl.load(num_rejected_ptr + request * num_rejected_stride, mask=here, other=0)
+    state = tl.load(idx_mapping_ptr + request * idx_mapping_stride, mask=here, other=-1)
+    return following, rejected, state, here & (state >= 0) & (state < states)
+
+
+@triton.jit
+def _first_query(running, following, rejected, known, positions_ptr, positions_stride, tokens, max_model_len):
+    """First query position of requests, and whether they are live; ``running`` is the running maximum of ``query_start_loc`` up
+    to and with their own entry."""
     start = tl.minimum(running, tokens)
     length = tl.minimum(tl.maximum(running, following), tokens) - start
-    known = here & (length > 0) & (state >= 0) & (state < states)
+    known = known & (length > 0)
     kept = length - tl.minimum(tl.maximum(rejected, 0), length)
     last = start + tl.maximum(kept - 1, 0)
     target = tl.load(positions_ptr + last.to(tl.int64) * positions_stride, mask=known, other=0)
     # Clamped first, so that one more cannot overflow: nothing past max_model_len is ever written.
     target = tl.minimum(tl.maximum(target, -1), max_model_len)
     first = tl.maximum(target + (kept > 0).to(tl.int64), 0)
-    return first, known & (first < max_model_len), state
+    return first, known & (first < max_model_len)
 
 
 @triton.jit
@@ -93,20 +101,22 @@ def _query_rows(
     row = begin + tl.arange(0, ROWS)
     request, offset = row // QUERIES, row % QUERIES
     here = request < requests
+    # What depends on the row alone is on its way before the first result is needed.
+    own = tl.load(starts_ptr + request * starts_stride, mask=here, other=0)
+    following, rejected, state, known = _request(
+        request, here, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride, num_rejected_ptr, num_rejected_stride, states
+    )
+    sampled = tl.load(num_sampled_ptr + request * num_sampled_stride, mask=here, other=0) > 0
+    earlier = tl.where(begin // QUERIES < requests, begin // QUERIES, 0).to(tl.int32)
+    entries = _starts(starts_ptr, starts_stride, 0, earlier, CHUNK)
     temperature = tl.load(temperature_ptr + row * temperature_stride, mask=row < states, other=0.0)
     seed = tl.load(seeds_ptr + row * seeds_stride, mask=row < states, other=0)
-    own = tl.load(starts_ptr + request * starts_stride, mask=here, other=0)
-    sampled = tl.load(num_sampled_ptr + request * num_sampled_stride, mask=here, other=0) > 0
-    # Rows are in the order of their requests, so a scan over them runs over requests.
-    running = _running_before(starts_ptr, starts_stride, tl.where(begin // QUERIES < requests, begin // QUERIES, 0).to(tl.int32), CHUNK)
-    running = tl.maximum(tl.associative_scan(own, 0, _larger), running)
-    first, live, state = _first_query(
-        request, here, running, positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride,
-        num_rejected_ptr, num_rejected_stride, tokens, states, max_model_len,
-    )  # fmt: skip
-    anchored = live & (offset == 0)
+    anchored = known & (offset == 0)
     last = tl.load(last_sampled_ptr + state.to(tl.int64) * last_sampled_stride, mask=anchored & sampled, other=0)
     prompt = tl.load(next_prefill_ptr + state.to(tl.int64) * next_prefill_stride, mask=anchored & (sampled == 0), other=0)
+    # Rows are in the order of their requests, so a scan over them runs over requests.
+    running = tl.maximum(tl.associative_scan(own, 0, _larger), _running_maximum(entries, starts_ptr, starts_stride, earlier, CHUNK))
+    first, live = _first_query(running, following, rejected, known, positions_ptr, positions_stride, tokens, max_model_len)
     anchor = tl.minimum(tl.maximum(tl.where(sampled, last, prompt), 0), 2147483647).to(tl.int32)
     position = first + offset
     inside = live & (position < max_model_len)
@@ -148,6 +158,7 @@ def _context_rows(
     none = tl.full((), 0, tl.int32) + requests
     low, high, k0 = none, none, tl.full((), 0, tl.int32)
     last = tl.minimum(begin + ROWS, tokens) - 1
+    start = tl.load(starts_ptr)
     while k0 < requests:
         k = k0 + tl.arange(0, CHUNK)
         end = tl.load(starts_ptr + (k + 1).to(tl.int64) * starts_stride, mask=k < requests, other=-1)
@@ -161,7 +172,7 @@ def _context_rows(
         end = tl.load(starts_ptr + (k + 1).to(tl.int64) * starts_stride, mask=k < requests, other=-1)
         owner = tl.minimum(owner, tl.min(tl.where(end[None, :] > token[:, None], k[None, :], requests), 1))
         k0 += SPAN
-    owned = stored & (owner < requests) & (tl.load(starts_ptr) <= token)
+    owned = stored & (owner < requests) & (start <= token)
     end = tl.load(starts_ptr + (owner + 1).to(tl.int64) * starts_stride, mask=owned, other=0)
     state = tl.load(idx_mapping_ptr + owner.to(tl.int64) * idx_mapping_stride, mask=owned, other=-1)
     rejected = tl.load(num_rejected_ptr + owner.to(tl.int64) * num_rejected_stride, mask=owned, other=0).to(tl.int64)
@@ -183,11 +194,12 @@ def _window_rows(
 ):  # fmt: skip
     request = request.to(tl.int64)
     here = request < requests
-    running = _running_before(starts_ptr, starts_stride, tl.where(here, request + 1, 0).to(tl.int32), CHUNK)
-    committed, live, _ = _first_query(
-        request, here, running, positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride,
-        num_rejected_ptr, num_rejected_stride, tokens, states, max_model_len,
-    )  # fmt: skip
+    following, rejected, _, known = _request(
+        request, here, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride, num_rejected_ptr, num_rejected_stride, states
+    )
+    earlier = tl.where(here, request + 1, 0).to(tl.int32)
+    running = _running_maximum(_starts(starts_ptr, starts_stride, 0, earlier, CHUNK), starts_ptr, starts_stride, earlier, CHUNK)
+    committed, live = _first_query(running, following, rejected, known, positions_ptr, positions_stride, tokens, max_model_len)
     first = tl.maximum(committed - WINDOW, 0)
     if draft_start_ptr is not None:
         first = tl.maximum(first, tl.load(draft_start_ptr + request * draft_start_stride, mask=here, other=0).to(tl.int64))

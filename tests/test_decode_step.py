@@ -61,10 +61,11 @@ SIZES = ({"window": 6, "width": 8, "block_size": 4}, {"window": 128, "width": 12
 def draw(seed: int) -> Sample:
     rng = random.Random(seed)
     lens = [rng.choice((0, 1, 1, 4, 6, 30)) for _ in range(rng.choice((0, 1, 3, 20)))]
-    sizes: dict[str, Any] = rng.choice(SIZES)
+    kind = rng.randrange(len(SIZES))
+    sizes: dict[str, Any] = SIZES[kind]
     args, kwargs = _make(
         "cpu", seed, lens, pad=rng.choice((0, 0, 7)), blocks=rng.choice((0, 3, 20)), cblocks=rng.choice((None, 0, 5, 300)), longest=rng.choice((3, 60, 1000)),
-        high=rng.choice((500, 2**31 - 1)), compress_ratios=rng.choice(RATIOS), max_seq_len=rng.choice((None, 0, 77)), **sizes,
+        high=rng.choice((500, 2**31 - 1)), compress_ratios=rng.choice((RATIOS[kind], RATIOS[kind + 1])), max_seq_len=rng.choice((None, 0, 77)), **sizes,
     )  # fmt: skip
     if seed % 3 == 0:  # values out of range
         positions, seq_lens, starts, *tables = args

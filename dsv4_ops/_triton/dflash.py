@@ -22,6 +22,7 @@ GROUPS = 8
 ROWS = 128
 CHUNK = 1024
 SPAN = 32
+WARPS = 4
 
 
 @triton.jit
@@ -287,5 +288,5 @@ def draft_inputs(a: Any, outputs: tuple[torch.Tensor, ...], window: int = 0, wid
             tokens, a.requests, states, a.max_reqs, a.max_tokens, a.max_model_len, a.mask_token_id, a.cp_rank, query_programs, row_programs,
             SAMPLES=a.num_speculative_tokens, QUERIES=queries, SIZES=tuple(sizes), RANKS=tuple(a.ranks(group + g) for g in range(len(sizes))),
             INTERLEAVE=a.cp_interleave, FIRST_GROUP=group, WINDOW=window, WIDTH=width, COLUMNS=triton.next_power_of_2(max(width, 1)),
-            PLACES=triton.next_power_of_2(queries), ROWS=ROWS, CHUNK=CHUNK, SPAN=SPAN, num_warps=4,
+            PLACES=triton.next_power_of_2(queries), ROWS=ROWS, CHUNK=CHUNK, SPAN=SPAN, num_warps=WARPS,
         )  # fmt: skip

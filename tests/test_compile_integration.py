@@ -320,7 +320,7 @@ _toys.impl("written", lambda x: x.flip(0) + 1, "CompositeExplicitAutograd")
 torch.library.register_fake("dsv4_compile_toys::written", lambda x: torch.empty_like(x), lib=_toys)
 write, written = torch.ops.dsv4_compile_toys.write, torch.ops.dsv4_compile_toys.written
 
-SEEN_WRONG = {"late read": {"2.11": True, "2.13": True}, "lost clone": {"2.11": True, "2.13": True}}
+SEEN_WRONG = {"late read": {"2.11": True, "2.13": True}, "lost clone": {"2.11": True, "2.13": True}, "symbolic offset": {"2.11": True, "2.13": True}}
 """Whether the fault was there, by version of PyTorch on which this very test ran. Update it when a version repairs the fault."""
 
 
@@ -370,6 +370,28 @@ def test_known_fault_of_inductor_the_clone_that_protects_an_input_is_dropped() -
     with config.patch(force_disable_caches=True):
         torch.compile(lost_clone, fullgraph=True)(torch.rand(64))
     record("lost clone", _same_memory == [True])
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+def test_known_fault_of_inductor_a_view_at_a_symbolic_offset_is_written_at_offset_zero() -> None:
+    """A mutable op on ``cache[2]``, taken inside a program with dynamic shapes, writes ``cache[0]``. Take such views outside."""
+
+    def step(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        write(x, cache[2])
+        return x + 1
+
+    def rows(dynamic: bool, v2: bool) -> list[bool]:
+        torch._dynamo.reset()
+        cache = torch.zeros(3, 4)
+        with config.patch(force_disable_caches=True, enable_auto_functionalized_v2=v2):
+            torch.compile(step, fullgraph=True, dynamic=dynamic)(torch.ones(4), cache)
+        return cache.any(1).tolist()
+
+    right, wrong = [False, False, True], [True, False, False]
+    found = rows(dynamic=True, v2=True)
+    assert found in (right, wrong)
+    record("symbolic offset", found == wrong)
+    assert rows(dynamic=False, v2=True) == rows(dynamic=True, v2=False) == right
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._inductor.config as config
 from torch._inductor import custom_graph_pass
+from torch._inductor.compile_fx import compile_fx
 
 import dsv4_ops
 from dsv4_ops import passes
@@ -181,6 +182,29 @@ def test_chain_combines_any_kind_of_slot() -> None:
         raise AssertionError("entered")
 
 
+@pytest.mark.parametrize("kind", ["callable", "list", "pass", "chain"])
+def test_whatever_is_in_the_global_slot_runs_beside_ours(kind: str) -> None:
+    """Through both doors, in a real compile; after an exception the slot holds the same object."""
+    calls: list[str] = []
+    first, second = Counting("first"), Counting("second")
+    slot: Any = {"callable": lambda graph: calls.append("callable"), "list": [first, second], "pass": first, "chain": chain(first, second)}[kind]
+
+    def ran() -> int:
+        return len(calls) + first.calls + second.calls
+
+    parts = 2 if kind in ("list", "chain") else 1
+    with config.patch({SLOT: slot, "force_disable_caches": True}):
+        for number, (backend, ours) in enumerate([(passes.backend(), ()), (with_marks(compile_fx), (BindLanes(), VerifyLanes()))], start=1):
+            torch._dynamo.reset()
+            with install(*ours):
+                assert toys.lanes_of(torch.compile(step, backend=backend, fullgraph=True), torch.rand(3))[1] == [(1, 0), (2, 1)]
+            assert ran() == parts * number
+            assert getattr(config, SLOT) is slot
+        with pytest.raises(KeyError), install(VerifyLanes()):
+            raise KeyError
+        assert getattr(config, SLOT) is slot
+
+
 def test_chain_tells_a_part_that_asks_whether_it_is_inference() -> None:
     aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
     if aware is None:
@@ -211,6 +235,12 @@ def fill_whole(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out + 1
 
 
+def vendor_whole(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    with use_workspace_lane(1):
+        toys.vendor_fill(x, out, 1)
+    return out + 1
+
+
 def fill_view(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     with use_workspace_lane(1):
         toys.fill(x, out.view(3), 1)
@@ -218,19 +248,40 @@ def fill_view(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("v2", [True, False])
-@pytest.mark.parametrize("function", [fill_whole, fill_view])
+@pytest.mark.parametrize("function", [fill_whole, fill_view, vendor_whole])
 def test_case_I12_the_post_grad_pass_binds_both_functionalized_forms(function: Callable[..., Any], v2: bool) -> None:
     def arguments() -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.arange(3.0), torch.zeros(3) if function is fill_whole else torch.zeros(1, 3)
+        return torch.arange(3.0), torch.zeros(1, 3) if function is fill_view else torch.zeros(3)
 
     expected_args, args = arguments(), arguments()
     expected, eager = toys.lanes_of(function, *expected_args)
     binder = BindLanes()
     with config.patch(enable_auto_functionalized_v2=v2), install(binder, VerifyLanes()):
         actual, compiled = toys.lanes_of(torch.compile(function, fullgraph=True), *args)
-    assert binder.last is not None and binder.last.bound == {"dsv4_lane_toys.fill.default@1": 1}
+    name = "dsv4_ops_lanes.dsv4_lane_toys_vendor_fill" if function is vendor_whole else "dsv4_lane_toys.fill"
+    assert binder.last is not None and binder.last.bound == {f"{name}.default@1": 1}
     assert compiled == eager == [(1, 1)]
     assert torch.equal(actual, expected) and torch.equal(args[1], expected_args[1])
+
+
+@torch.compiler.nested_compile_region
+def region(x: torch.Tensor) -> torch.Tensor:
+    return toys.scan(x, 1)
+
+
+@pytest.mark.parametrize("first", [1, None])
+def test_a_region_shared_by_two_lanes_is_refused_by_the_pass_alone(first: int | None) -> None:
+    """Inductor runs the slot on the region first, without its callers, and the region has the mark of the caller that was traced first."""
+
+    def shared(x: torch.Tensor) -> torch.Tensor:
+        if first is None:
+            x = region(x)
+        with use_workspace_lane(1):
+            x = region(x)
+        return region(x) if first == 1 else x
+
+    with config.patch(force_disable_caches=True), install(BindLanes()), pytest.raises(RuntimeError, match=r"is shared by .* so its ops cannot be bound"):
+        torch.compile(shared, backend=with_marks(compile_fx), fullgraph=True)(torch.rand(3))
 
 
 # Effects

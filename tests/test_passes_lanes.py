@@ -426,6 +426,35 @@ def test_shadow_op_is_the_original_in_its_lane() -> None:
         assert toys.lanes_of(toys.SHADOW.bound, x, 5)[1] == [(5, 2)]
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in GeneratedBackward")
+def test_a_gradient_through_a_shadow_op_is_refused_not_lost() -> None:
+    """Autograd would go on with none where the original has a formula."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        with use_workspace_lane(1):
+            return toys.vendor(x, 1).sum()
+
+    compiled = torch.compile(loss, backend=passes.backend("aot_eager"), fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"vendor.default: a gradient is asked through its call in a workspace lane"):
+        compiled(torch.rand(3, requires_grad=True)).backward()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert toys.lanes_of(compiled, torch.rand(3, requires_grad=True))[1] == [(1, 1)]
+
+
+def test_lanes_of_a_backward_graph() -> None:
+    """A checkpoint in a lane runs its ops again in the backward graph, in the same lane, whatever is ambient then."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with use_workspace_lane(1):
+            return torch.utils.checkpoint.checkpoint(lambda x: toys.scan(x, 1).tanh(), x, use_reentrant=False)
+
+    x = torch.rand(3, requires_grad=True)
+    with toys.logged() as log, use_workspace_lane(2):
+        torch.compile(step, backend=passes.backend("aot_eager"), fullgraph=True)(x).sum().backward()
+    assert log == [(1, 1), (1, 1)] and x.grad is not None
+
+
 def test_find_op_nodes_takes_overload_or_packet() -> None:
     gm = toys.dynamo_graph(two_branches, torch.rand(3))
     assert [c.argument("tag") for c in passes.find_op_nodes(torch.ops.dsv4_lane_toys.scan, gm.graph)] == [1, 2, 4]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import expecttest
 import pytest
 import torch
 import torch._inductor.config as config
 
 from dsv4_ops import passes
 from dsv4_ops.errors import PassError
-from dsv4_ops.passes import VerifyLanes, bind_lanes, fx_utils, graph_text
+from dsv4_ops.passes import VerifyLanes, bind_lanes, fx_utils, graph_text, verify
 from dsv4_ops.workspace import use_workspace_lane
 from tests import lane_toys as toys
 
@@ -122,6 +125,96 @@ def test_all_problems_are_listed_up_to_ten() -> None:
         VerifyLanes().check(toys.dynamo_graph(many, torch.rand(3)))
     lines = str(error.value).splitlines()
     assert len(lines) == 12 and lines[-1] == "  - ... and 2 more"
+
+
+# The message of every rule, word by word
+
+
+def message(gm: torch.fx.GraphModule, ambient: str = "unmarked") -> str:
+    """What the verifier says, without what differs between versions and machines: names of nodes, folders, line numbers."""
+    before = graph_text(gm)
+    with pytest.raises(PassError) as error:
+        VerifyLanes(ambient).check(gm)
+    assert graph_text(gm) == before
+    return re.sub(r"\(\w+ at [^,]*?(\w+\.py):\d+", r"(NODE at \1:LINE", str(error.value))
+
+
+def expect(actual: str, expected: str) -> None:
+    expecttest.assert_expected_inline(actual, expected, skip=1)
+
+
+def with_lane(lane: int) -> torch.fx.GraphModule:
+    gm = bound(step, torch.rand(3))
+    list(passes.find_op_nodes(toys.scan, gm.graph))[1].set_argument("lane", lane)
+    return gm
+
+
+def test_message_lane_that_differs() -> None:
+    expect(message(with_lane(0)), """\
+workspace lanes of this program are wrong:
+  - dsv4_lane_toys.scan.default (NODE at test_passes_verify.py:LINE, in step): lane=0, its region is lane 1.""")
+
+
+def test_message_left_ambient_in_a_lane() -> None:
+    expect(message(toys.dynamo_graph(step, torch.rand(3))), """\
+workspace lanes of this program are wrong:
+  - dsv4_lane_toys.scan.default (NODE at test_passes_verify.py:LINE, in step): left ambient (lane=-1), its region is lane 1. Compile with dsv4_ops.passes.backend(...), which binds it.""")
+
+
+def test_message_left_ambient_where_nothing_may_be() -> None:
+    expect(message(bound(step, torch.rand(3)), "refuse"), """\
+workspace lanes of this program are wrong:
+  - dsv4_lane_toys.scan.default (NODE at test_passes_verify.py:LINE, in step): left ambient (lane=-1), its region is unmarked. Enter use_workspace_lane there, or compile with passes.backend(unmarked=0).""")
+
+
+def test_message_op_of_another_package_left_ambient() -> None:
+    def vendor(x: torch.Tensor) -> torch.Tensor:
+        with use_workspace_lane(1):
+            return toys.vendor(x, 1)
+
+    expect(message(toys.dynamo_graph(vendor, torch.rand(3))), """\
+workspace lanes of this program are wrong:
+  - dsv4_lane_toys.vendor.default (NODE at test_passes_verify.py:LINE, in vendor): left ambient (lane=-1), its region is lane 1. Compile with dsv4_ops.passes.backend(...), which binds it.""")
+
+
+def test_message_computed_lane() -> None:
+    def computed(x: torch.Tensor, k: int) -> torch.Tensor:
+        return toys.scan(x, 1, lane=k)
+
+    programs: list[torch.fx.GraphModule] = []
+    torch.compile(computed, backend=toys.capture(programs), dynamic=True, fullgraph=True)(torch.rand(3), 3)
+    expect(re.sub(r"lane=\w+", "lane=SYMBOL", message(programs[0])), """\
+workspace lanes of this program are wrong:
+  - dsv4_lane_toys.scan.default (NODE at test_passes_verify.py:LINE, in computed): lane=SYMBOL is computed by the program, expected a constant.""")
+
+
+@torch.compiler.nested_compile_region
+def region(x: torch.Tensor) -> torch.Tensor:
+    return toys.scan(x, 1)
+
+
+def two_callers(x: torch.Tensor) -> torch.Tensor:
+    with use_workspace_lane(1):
+        x = region(x)
+    return region(x)
+
+
+def test_message_shared_body() -> None:
+    expect(message(toys.dynamo_graph(two_callers, torch.rand(3)), "allow"), """\
+workspace lanes of this program are wrong:
+  - dsv4_lane_toys.scan.default (NODE at test_passes_verify.py:LINE, in region): its body is shared by calls of lane 1 and unmarked. Clone the body, or call it in one lane.""")
+
+
+def test_message_shared_scratch() -> None:
+    slab = torch.zeros(16)
+    expect(message(bound(two_lanes, torch.rand(3), slab[:8], slab[8:])), """\
+workspace lanes of this program are wrong:
+  - one scratch storage is used in 2 lanes (lane 0: dsv4_lane_toys.with_scratch.default (NODE at test_passes_verify.py:LINE, in two_lanes), argument workspace; lane 1: dsv4_lane_toys.with_scratch.default (NODE at test_passes_verify.py:LINE, in two_lanes), argument workspace). Give each lane a buffer of its own.""")
+
+
+def test_every_rule_has_its_message_here() -> None:
+    rules = Path(verify.__file__).read_text().count("self._add(")
+    assert rules == 5, "a rule came or went: give it a program and its message here"
 
 
 def test_bad_setting_is_refused() -> None:

@@ -60,6 +60,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("kernel-scale", "tiles are compared on one scale", "dsv4_ops/_triton/sampling.py", "arrival * exp2((top - level) * scale)", "arrival", "tests/test_sampling_cuda.py -k interpreted"),
     Mutation("kernel-nothing-left", "a tile with nothing left does not draw", "dsv4_ops/_triton/rejection.py", "level = tl.where(left, 0.0, -INFINITY)", "level = tl.where(left, 0.0, 0.0)", "tests/test_sampling_cuda.py -k interpreted"),
     Mutation("kernel-placeholder", "a placeholder is followed by the target's own law", "dsv4_ops/_triton/rejection.py", "rejected = count < end", "rejected = count < DRAFTS", "tests/test_sampling_cuda.py -k interpreted"),
+    # Kernels of draft inputs, steps, KV rows and the activation.
+    Mutation("kernel-running-start", "starts that are not ascending are read as their running maximum", "dsv4_ops/_triton/dflash.py", "running = tl.maximum(tl.associative_scan(own, 0, _larger), ", "running = tl.maximum(own, ", "tests/test_dflash_cuda.py -k interpreted"),
+    Mutation("kernel-rejected", "context rows of rejected tokens have slot -1", "dsv4_ops/_triton/dflash.py", " - tl.maximum(rejected, 0))", ")", "tests/test_dflash_cuda.py -k interpreted"),
+    Mutation("kernel-null-block", "draft KV never goes to the null block", "dsv4_ops/_triton/dflash.py", "mapped = block > 0", "mapped = block >= 0", "tests/test_dflash_cuda.py -k interpreted"),
+    Mutation("kernel-late-draft", "a drafter sees nothing from before it started", "dsv4_ops/_triton/dflash.py", "first = tl.maximum(first, tl.load(draft_start_ptr", "first = tl.minimum(first, tl.load(draft_start_ptr", "tests/test_dflash_cuda.py -k interpreted"),
+    Mutation("kernel-second-chunk", "requests past the first chunk are searched", "dsv4_ops/_triton/decode_step.py", "            begin += MANY_REQUESTS", "            begin = num_reqs + 1", "tests/test_decode_step.py -k interpreted"),
+    Mutation("kernel-last-row-wins", "of equal slots the last row wins", "dsv4_ops/_triton/kv_cache.py", " & (later == 0)", "", "tests/test_kv_cache_cuda.py -k interpreted"),
+    Mutation("kernel-scale-up", "a scale is rounded up past 448", "dsv4_ops/_triton/kv_cache.py", "((amax + 0x1FFFFF) >> 23) - 8", "(amax >> 23) - 8", "tests/test_kv_cache_cuda.py -k interpreted"),
+    Mutation("kernel-ties", "codes are rounded to even", "dsv4_ops/_triton/kv_cache.py", "0x7FFFF + ((rounded >> 20) & 1)", "0x80000", "tests/test_kv_cache_cuda.py -k interpreted"),
+    Mutation("kernel-exp-range", "the exponential of -inf is 0, not NaN", "dsv4_ops/_triton/swiglu.py", "bounded = tl.where(x < -105.0, -105.0, x)", "bounded = x", "tests/test_swiglu_cuda.py -k special"),
     # SwiGLU parameters.
     Mutation("gpt-oss-everywhere", "the model type decides the parameters", "dsv4_ops/swiglu.py", 'if model_type == "gpt_oss":', "if True:", "tests/test_swiglu.py -k F01"),
     Mutation("limit-dropped", "the limit clamps", "dsv4_ops/swiglu.py", "if limit is not None:\n        g, u", "if False:\n        g, u", "tests/test_swiglu.py -k F02"),

@@ -55,8 +55,8 @@ def draw(seed: int, most_requests: int = 24, most_padding: int = 300) -> Sample:
     tokens = sum(lens) + rng.choice((0, 0, 5))
     positions = torch.cat([torch.zeros(0, dtype=torch.int64)] + [rng.randint(0, 70) + torch.arange(n) for n in lens] + [torch.zeros(tokens - sum(lens), dtype=torch.int64)])
     starts = torch.tensor([sum(lens[:i]) for i in range(requests + 1)], dtype=torch.int32)
-    if wild and requests:
-        starts[rng.randrange(requests + 1)] = rng.choice((*EXTREMES, 3))
+    for _ in range(rng.randrange(4) if wild else 0):
+        starts[rng.randrange(requests + 1)] = rng.choice((*EXTREMES, 3, 9, rng.randint(0, 60)))
     if wild and tokens:
         positions[rng.randrange(tokens)] = rng.choice((*EXTREMES, 2**63 - 1, -(2**63)))
     tables = []
@@ -66,7 +66,7 @@ def draw(seed: int, most_requests: int = 24, most_padding: int = 300) -> Sample:
         tables.append(table[:, :blocks])
     queries = static["num_speculative_tokens"] + (0 if static.get("sample_from_anchor") else 1)
     args = (
-        spaced(positions), spaced(starts), integers(requests, 0, max(states, 1)), integers(requests, 0, 3), integers(requests, 0, 7),
+        spaced(positions), spaced(starts), integers(requests, 0, max(states, 1)), integers(requests, 0, 3), integers(requests, 0, rng.choice((7, 60))),
         integers(states, 0, 900, torch.int64), integers(states, 0, 900, torch.int64), spaced(torch.rand(states, generator=generator)), integers(states, 0, 2**40, torch.int64),
         tables, list(sizes),
     )  # fmt: skip

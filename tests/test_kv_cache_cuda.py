@@ -84,10 +84,18 @@ def compare(seed: int, device: str) -> None:
     testing.assert_same(actual.cpu(), KV_CACHE_GATHER.reference(stored, asked), f"draw {seed}: gather", dict.fromkeys(testing.TOLERANCES, (0.0, 0.0)))
 
 
-def interpreted(first: int, last: int) -> None:
+def interpreted(first: int, last: int, backwards: bool) -> None:
+    """The interpreter runs programs one after the other: backwards too, since a GPU may run them in any order."""
+    from triton.runtime.interpreter import interpreter_builder
+
     from dsv4_ops._triton import kv_cache as kernels
 
-    with patch.multiple(kernels, CHUNK=4):
+    forwards = interpreter_builder.set_grid_idx
+
+    def reversed_grid(x: int, y: int, z: int) -> None:
+        forwards(interpreter_builder.grid_dim[0] - 1 - x, y, z)
+
+    with patch.multiple(kernels, CHUNK=4, ROWS=2), patch.object(interpreter_builder, "set_grid_idx", reversed_grid if backwards else forwards):
         for seed in range(first, last):
             compare(seed, "cpu")
 
@@ -117,9 +125,10 @@ def interpreter() -> Iterator[Interpreter]:
 
 
 @needs_triton
-@pytest.mark.parametrize("part", range(4))
-def test_random_calls_interpreted(part: int, interpreter: Interpreter) -> None:
-    interpreter(interpreted, part * 50, part * 50 + 50)
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("part", range(2))
+def test_random_calls_interpreted(part: int, backwards: bool, interpreter: Interpreter) -> None:
+    interpreter(interpreted, part * 60, part * 60 + 60, backwards)
 
 
 @needs_triton

@@ -26,7 +26,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _exp(x):
     """e**x of fp32 to about 2**-22: the rounding of ``x * log2(e)``, which alone would cost 2**-18 at 88, is made up for."""
-    bounded = tl.where(x > _LARGEST, _LARGEST, tl.where(x < -105.0, -105.0, x))
+    bounded = tl.where(x < -105.0, -105.0, x)
     power = bounded * _LOG2_E
     rest = tl.fma(bounded, _LOG2_E_REST, tl.fma(bounded, _LOG2_E, -power))
     near = tl.exp2(power)

@@ -209,9 +209,10 @@ def _aligned(tensor: torch.Tensor, stride: int) -> bool:
 
 def kv_cache_insert(kv: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     tokens, (blocks, block_size), page = kv.shape[0], cache.shape[:2], cache.stride(0)
+    row = kv.stride(0) if tokens > 1 else HEAD_DIM  # a single row may have any stride, and must not be another kernel
     launch(
-        kv_cache_insert_kernel, triton.cdiv(tokens, ROWS), kv.device, kv, kv.stride(0), cache, page, slot_mapping, slot_mapping.stride(0), tokens, blocks * block_size,
-        BLOCK_SIZE=block_size, KV_ALIGNED=_aligned(kv, kv.stride(0)), CACHE_ALIGNED=_aligned(cache, page), ROWS=ROWS, CHUNK=CHUNK, num_warps=WARPS,
+        kv_cache_insert_kernel, triton.cdiv(tokens, ROWS), kv.device, kv, row, cache, page, slot_mapping, slot_mapping.stride(0), tokens, blocks * block_size,
+        BLOCK_SIZE=block_size, KV_ALIGNED=_aligned(kv, row), CACHE_ALIGNED=_aligned(cache, page), ROWS=ROWS, CHUNK=CHUNK, num_warps=WARPS,
     )  # fmt: skip
 
 

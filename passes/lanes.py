@@ -84,21 +84,26 @@ def bind_lanes(gm: torch.fx.GraphModule, *, unmarked: int | None = None, clone: 
     ``unmarked``: lane of ops outside every ``use_workspace_lane`` (None: they stay ambient). ``clone=False`` refuses a body that two
     lanes share instead of cloning it. Raises PassError (lane argument that contradicts the mark or is not a constant, shared body).
     """
-    binder = _Binder(Regions(gm), unmarked, clone)
-    binder.visit(gm, None, top=True)
-    binder.finish()
-    logger.debug("lanes bound: %s", binder.report)
-    return binder.report
+    report = _Binder(Regions(gm), unmarked, clone).run(gm)
+    logger.debug("lanes bound: %s", report)
+    return report
 
 
 class _Binder:
-    def __init__(self, regions: Regions, unmarked: int | None, clone: bool) -> None:
-        self.regions, self.unmarked, self.clone = regions, unmarked, clone
+    def __init__(self, regions: Regions, unmarked: int | None, clone: bool, bind: bool = True) -> None:
+        self.regions, self.unmarked, self.clone, self.bind = regions, unmarked, clone, bind
         self.report = BindReport()
         self._lane_of: dict[int, int | None] = {}
         self._pristine: dict[int, torch.fx.GraphModule] = {}
         self._clones: dict[tuple[int, int | None], torch.fx.GraphModule] = {}
         self._touched: list[torch.fx.GraphModule] = []
+
+    def run(self, gm: torch.fx.GraphModule) -> BindReport:
+        self.visit(gm, None, top=True)
+        for touched in self._touched:
+            touched.graph.lint()
+            touched.recompile()
+        return self.report
 
     def visit(self, gm: torch.fx.GraphModule, caller: int | None, top: bool = False, origin: torch.fx.GraphModule | None = None) -> None:
         self._touched.append(gm)
@@ -107,7 +112,7 @@ class _Binder:
             if not top:
                 fx_utils.set_lane_mark(node, lane)  # what the first caller left may be another lane
             call = fx_utils.as_op_call(node)
-            if call is not None:
+            if call is not None and self.bind:
                 self._bind(call, lane)
         for body in list(fx_utils.bodies(gm.graph)):
             self._enter(body, self.regions.lane(body.call, gm, caller) if top else fx_utils.lane_mark(body.call))
@@ -177,17 +182,12 @@ class _Binder:
         key = f"{op}@{lane}"
         self.report.bound[key] = self.report.bound.get(key, 0) + 1
 
-    def finish(self) -> None:
-        for gm in self._touched:
-            gm.graph.lint()
-            gm.recompile()
-
 
 def _shared(body: fx_utils.Body, first: int | None, second: int | None) -> str:
     shown = ["the ambient lane" if lane is None else f"lane {lane}" for lane in (first, second)]
     return (
         f"{body.attribute.target} (called by {body.call.name} at {fx_utils.source_of(body.call)}) is shared by {shown[0]} and {shown[1]}, so its ops cannot be bound. "
-        "Compile with dsv4_ops.passes.backend(...), which clones it, or do not share the region."
+        "Compile with dsv4_ops.passes.backend(...), or wrap the backend by with_marks: both clone it. Or do not share the region."
     )
 
 
@@ -206,9 +206,9 @@ _digest: ContextVar[str | None] = ContextVar("dsv4_ops_marks_digest", default=No
 class BindLanes(LanePass):
     """The same binding as a post-grad pass, for engines that take Inductor passes but no backend.
 
-    Reads both auto_functionalized forms. Bodies that two lanes share are refused. ``uuid()`` contains the marks of the compile at hand,
-    which the engine's backend must have been wrapped for (:func:`with_marks`); without them it is None, and Inductor then
-    caches nothing rather than loading code that was bound to other lanes.
+    Reads both auto_functionalized forms. ``uuid()`` contains the marks of the compile at hand, which the engine's backend must have been
+    wrapped for (:func:`with_marks`, which also clones bodies that two lanes share). Without, it is None, Inductor caches nothing
+    rather than loading code that was bound to other lanes, and such bodies are refused.
     """
 
     files = (Path(workspace_ops.__file__), Path(workspace.__file__))
@@ -238,12 +238,13 @@ def _marks_of(gm: torch.fx.GraphModule) -> Iterator[None]:
 
 
 def with_marks(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend that tells :class:`BindLanes` the marks of each program that ``inner`` compiles.
+    """A backend that tells :class:`BindLanes` the marks of each program that ``inner`` compiles, and clones the bodies that two lanes share.
 
     What it compiles warns, as under ``backend()``, where an op that no one registered asks for the lane of a marked region.
     """
 
     def compile_with_marks(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        _Binder(Regions(gm), None, clone=True, bind=False).run(gm)
         with _marks_of(gm):
             return watched(gm, inner(gm, example_inputs, **kwargs))
 

@@ -109,13 +109,8 @@ class Outcome:
     wrong_values: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def is_shared_region(self) -> bool:
-        """Refused by the post-grad door because two lanes share a body, as documented: that door cannot clone."""
-        return self.setting.door == "slot" and "region" in self.features and "is shared by" in self.refused
-
-    @property
     def faults(self) -> list[str]:
-        return self.wrong_lanes + self.wrong_values + ([self.refused] if self.refused and not self.is_shared_region else [])
+        return self.wrong_lanes + self.wrong_values + ([self.refused] if self.refused else [])
 
 
 def arguments(program: Program, size: int, scale: float) -> tuple[torch.Tensor, torch.Tensor | list[torch.Tensor]]:
@@ -291,8 +286,7 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
         "programs": len(outcomes),
         "with_wrong_lanes": sum(bool(o.wrong_lanes) for o in outcomes),
         "with_wrong_values": sum(bool(o.wrong_values) for o in outcomes),
-        "rejected_wrongly": sum(bool(o.refused) and not o.is_shared_region for o in outcomes),
-        "rejected_shared_region": sum(o.is_shared_region for o in outcomes),
+        "rejected": sum(bool(o.refused) for o in outcomes),
         "op_runs_compared": sum(o.calls for o in outcomes),
         "ops_bound": sum(o.bound for o in outcomes),
         "bodies_cloned": sum(o.cloned for o in outcomes),

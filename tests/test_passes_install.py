@@ -270,7 +270,7 @@ def region(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("first", [1, None])
-def test_a_region_shared_by_two_lanes_is_refused_by_the_pass_alone(first: int | None) -> None:
+def test_a_region_shared_by_two_lanes_in_the_slot(first: int | None) -> None:
     """Inductor runs the slot on the region first, without its callers, and the region has the mark of the caller that was traced first."""
 
     def shared(x: torch.Tensor) -> torch.Tensor:
@@ -280,8 +280,12 @@ def test_a_region_shared_by_two_lanes_is_refused_by_the_pass_alone(first: int | 
             x = region(x)
         return region(x) if first == 1 else x
 
-    with config.patch(force_disable_caches=True), install(BindLanes()), pytest.raises(RuntimeError, match=r"is shared by .* so its ops cannot be bound"):
-        torch.compile(shared, backend=with_marks(compile_fx), fullgraph=True)(torch.rand(3))
+    with config.patch(force_disable_caches=True), install(BindLanes()):
+        with pytest.raises(RuntimeError, match=r"is shared by .* so its ops cannot be bound"):
+            torch.compile(shared, fullgraph=True)(torch.rand(3))
+        torch._dynamo.reset()
+        with install(VerifyLanes()):
+            assert toys.lanes_of(torch.compile(shared, backend=with_marks(compile_fx), fullgraph=True), torch.rand(3))[1] == [(1, 0), (1, 1)]
 
 
 # Effects

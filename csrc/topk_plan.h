@@ -11,48 +11,74 @@ namespace dsv4_ops {
 struct TopkDevice {
   int64_t shared_bytes;  // most that a block may ask for
   int64_t processors;
-  bool clusters;  // hardware clusters (capability 9.0 and later)
+  int64_t largest_cluster;  // of blocks: 1 before capability 9.0, 16 on 9.x and 10.x, 8 on later ones
+};
+
+enum class TopkKernel : int {
+  direct,    // csrc/cuda/topk_direct.cuh: a block holds a row in registers
+  resident,  // csrc/cuda/topk_listed.cuh: so does a block or cluster, which then lists the candidates
+  streamed,  // csrc/cuda/topk_listed.cuh: a block or cluster lists candidates while it reads the row
+  passes,    // csrc/cuda/topk_listed.cuh: histograms of the whole row, read again for each
 };
 
 struct TopkPlan {
+  TopkKernel kernel;
   int threads;       // of a block
-  int vectors;       // of four columns, kept in the registers of a thread; 0: the row is read again in each pass
+  int vectors;       // of four columns, in the registers of a thread
   int cluster;       // blocks that share a row
-  int bin_bits;      // histogram bins of a pass, as a power of two
   int listed;        // candidates that the shared memory of a block holds
-  int shared_bytes;  // of a block
+  int bitmap_words;  // of the row, in shared memory
+  int shared_bytes;  // dynamic, of a block
 };
 
-constexpr int kTopkColumns = 4;          // of a vector
-constexpr int kTopkHistogramWords = 6144;  // three passes of 2048 bins, or four of up to 1024
-constexpr int kTopkFixedBytes = kTopkHistogramWords * 4 + 2048;
-constexpr int kTopkMostListed = 8192;  // of 8 bytes: two blocks fit a processor of an H200, one any other chip's
+constexpr int kTopkColumns = 4;  // of a vector
+constexpr int kTopkBinBits = 11;
+constexpr int kTopkBins = 1 << kTopkBinBits;
+constexpr int kTopkFixedBytes = 3 * kTopkBins * 4 + 3072;
+constexpr int kTopkFewestListed = 1024;
 
 inline int64_t topk_columns(const TopkPlan& plan) { return int64_t{plan.threads} * plan.vectors * plan.cluster * kTopkColumns; }
 
-// Blocks of a cluster read each other's histograms: the more blocks, the fewer bins.
-constexpr int topk_bin_bits(int cluster) { return cluster <= 2 ? 11 : cluster == 4 ? 10 : cluster == 8 ? 9 : 8; }
-
-inline TopkPlan topk_plan(const TopkDevice& device, int64_t rows, int64_t width) {
-  const int listed = static_cast<int>(std::min<int64_t>((device.shared_bytes - kTopkFixedBytes) / 8, kTopkMostListed));
-  const auto plan = [&](int threads, int vectors, int cluster) {
-    return TopkPlan{threads, vectors, cluster, topk_bin_bits(cluster), listed, kTopkFixedBytes + 8 * listed};
-  };
+// The choice of kernel by sizes; what memory it takes follows in topk_plan.
+inline TopkPlan topk_choice(const TopkDevice& device, int64_t rows, int64_t width) {
+  const auto plan = [](TopkKernel kernel, int threads, int vectors, int cluster) { return TopkPlan{kernel, threads, vectors, cluster, 0, 0, 0}; };
   // Fastest of the built kernels in a sweep over rows {1, 4, 8, 16, 32, 48, 64, 128, 133, 256} on an H200 (k = 512, cold
-  // L2; what they take: benchmarks/results/h200/topk.json). Few rows take many small blocks, which work at once; many rows
-  // take few large ones, since each block costs the same barriers. Long rows, many of them: reading twice, the second time
-  // from L2, beats blocks that hold a row and so leave the memory idle while they search.
+  // L2; what they take: benchmarks/results/h200/topk.json).
   const bool wave = rows <= device.processors;
-  if (width <= 2048) return plan(512, 1, 1);
-  if (width <= 4096) return plan(1024, 1, 1);
-  if (width <= 8192) return wave ? plan(1024, 2, 1) : plan(512, 4, 1);
-  if (!device.clusters) return width <= 16384 ? plan(1024, 4, 1) : plan(1024, 0, 1);
-  if (width <= 16384) return rows <= 16 ? plan(512, 2, 4) : rows <= 64 ? plan(1024, 2, 2) : plan(1024, 4, 1);
-  if (width <= 32768) return rows <= 16 ? plan(512, 4, 4) : plan(1024, 4, 2);
-  if (width <= 65536) return rows <= 8 ? plan(512, 4, 8) : rows <= 16 ? plan(1024, 4, 4) : rows <= 64 ? plan(1024, 0, 2) : plan(1024, 0, 1);
-  if (width <= 131072) return rows <= 8 ? plan(512, 8, 8) : rows <= 16 ? plan(1024, 0, 4) : plan(1024, 0, 2);
-  if (rows <= 4 && width <= 262144) return plan(512, 8, 16);
-  return rows <= 8 ? plan(1024, 0, 8) : rows <= 16 ? plan(1024, 0, 4) : wave && rows <= 64 ? plan(1024, 0, 2) : plan(1024, 0, 4);
+  if (width <= 2048) return plan(TopkKernel::direct, 512, 1, 1);
+  if (width <= 4096) return plan(TopkKernel::direct, 512, 2, 1);
+  if (width <= 8192) return plan(TopkKernel::direct, 512, 4, 1);
+  if (width <= 16384) return rows <= 16 ? plan(TopkKernel::direct, 1024, 4, 1) : plan(TopkKernel::direct, 512, 8, 1);
+  if (width <= 32768 && wave) return plan(TopkKernel::direct, 1024, 8, 1);
+  if (device.largest_cluster > 1 && width > 32768) {
+    const bool wide_clusters = device.largest_cluster >= 16;
+    if (width <= 65536 && rows <= 8) return plan(TopkKernel::resident, 512, 4, 8);
+    if (width <= 65536 && rows <= 16) return plan(TopkKernel::resident, 512, 8, 4);
+    if (width <= 65536 && rows <= 64) return plan(TopkKernel::streamed, 1024, 2, 2);
+    if (width <= 65536) return plan(TopkKernel::streamed, wave ? 1024 : 512, wave ? 2 : 4, 1);
+    if (width <= 131072 && rows <= 4 && wide_clusters) return plan(TopkKernel::resident, 1024, 2, 16);
+    if (width <= 131072 && rows <= 8) return plan(TopkKernel::resident, 1024, 4, 8);
+    if (width <= 262144 && rows <= 4 && wide_clusters) return plan(TopkKernel::resident, 1024, 4, 16);
+    if (width <= 262144 && rows <= 8) return plan(TopkKernel::resident, 1024, 8, 8);
+    if (rows <= 8) return plan(TopkKernel::streamed, 1024, 2, 8);
+    if (rows <= 16) return plan(TopkKernel::streamed, 1024, 2, 4);
+    if (rows <= 64) return plan(TopkKernel::streamed, 1024, 2, 2);
+  }
+  return wave ? plan(TopkKernel::streamed, 1024, 2, 1) : plan(TopkKernel::streamed, 512, 4, 1);
+}
+
+inline TopkPlan topk_plan_with_memory(const TopkDevice& device, TopkPlan plan, int64_t width, int64_t k) {
+  if (plan.kernel == TopkKernel::direct) return plan;
+  const int64_t bitmap = (width + 127) / 128 * 16, room = device.shared_bytes - kTopkFixedBytes - bitmap;  // bytes
+  plan.listed = static_cast<int>(std::min<int64_t>(room / 8, k <= 1024 ? 6144 : 8192) / 32 * 32);
+  if (plan.listed < kTopkFewestListed) return TopkPlan{TopkKernel::passes, 1024, 0, 1, 0, 0, 0};
+  plan.bitmap_words = static_cast<int>(bitmap / 4);
+  plan.shared_bytes = static_cast<int>(kTopkFixedBytes + bitmap + int64_t{8} * plan.listed);
+  return plan;
+}
+
+inline TopkPlan topk_plan(const TopkDevice& device, int64_t rows, int64_t width, int64_t k) {
+  return topk_plan_with_memory(device, topk_choice(device, rows, width), width, k);
 }
 
 }  // namespace dsv4_ops

@@ -162,6 +162,6 @@ def _slots_bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 
 TOPK_SLOTS.implement(
-    check=_slots_check, reference=_slots_reference, torch_impl=_slots_torch, fake=_slots_fake, cpp=("cpu",),
+    check=_slots_check, reference=_slots_reference, torch_impl=_slots_torch, fake=_slots_fake, cpp=("cpu", "cuda"),
     samples=_slots_samples, sized=_slots_sized, bad_inputs=_slots_bad_inputs,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -70,30 +71,38 @@ def captured(body: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 # ---- the launch plan ------------------------------------------------------------------------------------------------
 
 WIDTHS = (0, 1, 100, 2048, 2049, 4096, 8192, 8193, 16384, 16385, 32768, 65536, 131072, 262144, 262145, 2**20, 2**31 - 1)
-BUILT = {(512, 1), (512, 2), (512, 4), (512, 8), (1024, 0), (1024, 1), (1024, 2), (1024, 4)}
+DIRECT, RESIDENT, STREAMED, PASSES = range(4)
+BUILT = {
+    DIRECT: {(512, 1), (512, 2), (512, 4), (512, 8), (1024, 4), (1024, 8)},
+    RESIDENT: {(512, 4), (512, 8), (1024, 2), (1024, 4), (1024, 8)},
+    STREAMED: {(512, 4), (1024, 2)},
+    PASSES: {(1024, 0)},
+}
 
 
-def plan(shared_bytes: int, clusters: bool, rows: int, width: int, processors: int = 132) -> tuple[int, ...]:
+def plan(shared_bytes: int, largest_cluster: int, rows: int, width: int, k: int = 512, processors: int = 132) -> tuple[int, ...]:
     library = ctypes.CDLL(dsv4_ops._C.__file__)  # type: ignore[attr-defined]
-    out = (ctypes.c_int64 * 6)()
-    library.dsv4_ops_topk_plan(*[ctypes.c_int64(int(v)) for v in (shared_bytes, processors, clusters, rows, width)], out)
+    out = (ctypes.c_int64 * 7)()
+    library.dsv4_ops_topk_plan(*[ctypes.c_int64(int(v)) for v in (shared_bytes, processors, largest_cluster, rows, width, k)], out)
     return tuple(out)
 
 
 @needs_library
 def test_case_A25_every_device_gets_a_launchable_plan() -> None:
-    """Shared memory holds histograms and as many candidates as fit, never rows: no device's limit decides whether a call runs."""
-    assert plan(101376, True, 8, 262144)[4] <= 101376 and plan(232448, True, 8, 262144)[4] <= 232448
-    assert plan(49152, False, 8, 16384)[4] <= 49152
-    for shared_bytes, clusters, processors in ((49152, False, 20), (101376, False, 108), (101376, True, 84), (232448, True, 132), (232448, True, 148)):
-        for rows in (1, 4, 5, 8, 16, 17, 32, 48, 64, 65, 128, 133, 256, 100000):
-            for width in WIDTHS:
-                threads, vectors, cluster, bin_bits, used, listed = plan(shared_bytes, clusters, rows, width, processors)
-                assert (threads, vectors) in BUILT and used <= shared_bytes and listed > 0
-                assert cluster in (1, 2, 4, 8, 16) and (clusters or cluster == 1)
-                assert vectors == 0 or threads * vectors * 4 * cluster >= width, "a row that stays in registers must fit"
-                passes = -(-32 // bin_bits)
-                assert 8 <= bin_bits <= 11 and passes << bin_bits <= 6144, "each pass has its own histogram"
+    """Shared memory holds histograms, a bit a column and as many candidates as fit, never scores: no device's limit decides whether a call runs."""
+    assert plan(101376, 8, 8, 262144)[6] <= 101376 and plan(232448, 16, 8, 262144)[6] <= 232448
+    assert plan(49152, 1, 8, 16384)[6] <= 49152
+    for shared_bytes, largest, processors in ((49152, 1, 20), (101376, 1, 108), (101376, 8, 84), (232448, 16, 132), (232448, 16, 148)):
+        for rows, width, k in itertools.product((1, 4, 5, 8, 16, 17, 32, 48, 64, 65, 128, 133, 256, 100000), WIDTHS, (1, 512, 4096)):
+            kernel, threads, vectors, cluster, listed, words, used = plan(shared_bytes, largest, rows, width, k, processors)
+            assert (threads, vectors) in BUILT[kernel] and used <= shared_bytes
+            assert cluster in (1, 2, 4, 8, 16) and cluster <= largest
+            if kernel in (DIRECT, RESIDENT):
+                assert threads * vectors * 4 * cluster >= width, "a row that stays in registers must fit"
+            if kernel in (RESIDENT, STREAMED):
+                assert words * 32 >= width and words % 4 == 0 and listed >= 1024, "a bit for each column, and room for candidates"
+                assert used >= 3 * 2048 * 4 + 4 * words + 8 * listed
+    assert plan(232448, 16, 8, 2**20)[0] != PASSES, "a row of a million columns is read once on this chip"
 
 
 # ---- draws ----------------------------------------------------------------------------------------------------------

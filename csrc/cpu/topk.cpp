@@ -4,7 +4,7 @@
 // the key's digits, highest first, find the k-th largest key T; a last pass lists, in column order, every column above T
 // and the first columns equal to T. No step branches on a score: each column costs the same in any row, and scratch is
 // one fixed block a thread. Rows are independent and each is handled by one thread, so the result has one value.
-#include "checks.h"
+#include "topk_checks.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -233,30 +233,17 @@ struct BlockTable {
   }
 };
 
+void check(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len) {
+  check_cpu(op, "logits", logits);
+  check_cpu(op, "lengths", lengths);
+  check_topk(op, logits, lengths, k, max_seq_len);
+}
+
 void check_table(const char* op, const Tensor& logits, const Tensor& token_to_req_indices, const Tensor& is_valid_token, const Tensor& block_table, int64_t block_size) {
   check_cpu(op, "token_to_req_indices", token_to_req_indices);
   check_cpu(op, "is_valid_token", is_valid_token);
   check_cpu(op, "block_table", block_table);
-  DSV4_CHECK(token_to_req_indices.scalar_type() == ScalarType::Int, op, ": token_to_req_indices must be int32");
-  DSV4_CHECK(is_valid_token.scalar_type() == ScalarType::Bool, op, ": is_valid_token must be bool");
-  DSV4_CHECK(block_table.scalar_type() == ScalarType::Int && block_table.dim() == 2, op, ": block_table must be int32 and 2-dimensional");
-  for (const Tensor* tokens : {&token_to_req_indices, &is_valid_token}) {
-    DSV4_CHECK(tokens->dim() == 1 && tokens->size(0) == logits.size(0), op, ": token_to_req_indices and is_valid_token must have one entry a row of logits (", logits.size(0), ")");
-  }
-  DSV4_CHECK(block_size >= 1 && block_size <= std::numeric_limits<int32_t>::max(), op, ": block_size must be between 1 and 2147483647, got ", block_size);
-}
-
-void check(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len) {
-  check_cpu(op, "logits", logits);
-  check_cpu(op, "lengths", lengths);
-  DSV4_CHECK(logits.dim() == 2, op, ": logits must be 2-dimensional, got ", logits.dim(), " dimensions");
-  check_dense_last(op, "logits", logits);
-  DSV4_CHECK(logits.size(1) <= std::numeric_limits<int32_t>::max(), op, ": logits must have less than 2**31 columns, got ", logits.size(1));
-  check_index(op, "lengths", lengths);
-  DSV4_CHECK(lengths.dim() == 1 || lengths.dim() == 2, op, ": lengths must be 1- or 2-dimensional, got ", lengths.dim(), " dimensions");
-  DSV4_CHECK(lengths.numel() <= logits.size(0), op, ": lengths must have at most ", logits.size(0), " entries, one for each row of logits, got ", lengths.numel());
-  DSV4_CHECK(k >= 1 && k <= 4096, op, ": k must be between 1 and 4096, got ", k);
-  DSV4_CHECK(!max_seq_len || *max_seq_len >= 0, op, ": max_seq_len must be at least 0, got ", max_seq_len.value_or(0));
+  check_topk_table(op, logits, token_to_req_indices, is_valid_token, block_table, block_size);
 }
 
 }  // namespace

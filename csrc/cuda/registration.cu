@@ -12,12 +12,16 @@ namespace dsv4_ops {
 using torch::stable::Tensor;
 
 Tensor topk_cuda(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane);
+std::tuple<Tensor, Tensor> topk_slots_cuda(
+    const Tensor& logits, const Tensor& lengths, const Tensor& token_to_req_indices, const Tensor& is_valid_token, const Tensor& block_table, int64_t k,
+    int64_t block_size, std::optional<int64_t> max_seq_len, int64_t lane);
 std::tuple<Tensor, Tensor> topk_values_cuda(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane);
 
 }  // namespace dsv4_ops
 
 STABLE_TORCH_LIBRARY_IMPL(dsv4_ops, CUDA, m) {
   m.impl("topk", TORCH_BOX(&dsv4_ops::topk_cuda));
+  m.impl("topk_slots", TORCH_BOX(&dsv4_ops::topk_slots_cuda));
   m.impl("topk_values", TORCH_BOX(&dsv4_ops::topk_values_cuda));
 }
 

@@ -1,0 +1,567 @@
+// Long rows: a block, or a cluster of blocks that write into each other's shared memory, ranks one row, and each score is
+// read from memory once.
+//
+//   1. The row is cut into chunks of 32 columns (a line of memory), dealt out to the blocks in turn. Each block looks at all
+//      of its chunks where they fit into registers, at a sample spread over them where not, and takes as bound a score that
+//      at least k columns of the row should reach: the r-th largest of its groups' maxima, found by one histogram.
+//   2. Columns above the bound are listed in shared memory, as they come; columns equal to it set bits of a bitmap.
+//   3. The first block, to which the others send theirs, goes on alone. It finds the k-th largest score of the listed as
+//      topk_direct.cuh does. Fewer than k columns above the highest bound: that bound is the k-th largest score, and the
+//      first columns that equal it fill up.
+//   4. Bits of the selected columns, prefix sums of their counts: the places, in column order.
+//
+// A bound from a sample is only a guess: when fewer columns than k reach it, or more than a segment holds exceed it, the
+// first block ranks the row by histograms of all of it (three). So the answer never depends on the sample. A row that fits
+// the registers of one block is ranked by the first alone, as in topk_direct.cuh.
+#pragma once
+
+#include "topk_direct.cuh"
+
+namespace dsv4_ops::topk_kernels {
+
+constexpr int kMaxCluster = 16;
+constexpr int kChunk = 32, kChunkLanes = kChunk / kTopkColumns;
+constexpr int kFewEqual = 8;  // columns equal to the bound that are listed, not marked
+
+struct ListedShared : Shared {
+  uint32_t bound;  // key
+  int listed, equal, equal_listed;  // of `equal` columns that equal the bound, at most so many are listed
+  int32_t equal_columns[kMaxCluster][kFewEqual];  // the first ones; each block's in the first block
+  // Of each block of the cluster, in the first one.
+  uint32_t block_bound[kMaxCluster], block_most[kMaxCluster];
+  int block_listed[kMaxCluster], block_equal[kMaxCluster], block_equal_listed[kMaxCluster];
+};
+static_assert(sizeof(ListedShared) <= kTopkFixedBytes && kTopkFixedBytes % 16 == 0);
+
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// The same place in the shared memory of the cluster's first block.
+template <class T>
+__device__ __forceinline__ T* in_first_block(T* local) {
+#if __CUDA_ARCH__ >= 900
+  uint64_t remote;
+  asm volatile("mapa.u64 %0, %1, 0;" : "=l"(remote) : "l"(local));
+  return reinterpret_cast<T*>(remote);
+#else
+  return local;
+#endif
+}
+
+// The words of a bitmap that hold a warp's 128 columns, each lane telling of four.
+__device__ __forceinline__ uint32_t bitmap_word(const bool (&bit)[kTopkColumns], int lane) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int j = 0; j < kTopkColumns; ++j) word |= static_cast<uint32_t>(bit[j]) << j;
+  word <<= lane % 8 * kTopkColumns;
+#pragma unroll
+  for (int lanes = 1; lanes < 8; lanes *= 2) word |= __shfl_xor_sync(kAll, word, lanes);
+  return word;
+}
+
+__device__ __forceinline__ void list_if(uint32_t condition, uint32_t& at, float score, int column) {  // as put_if
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p st.shared.v2.b32 [%0], {%2, %3}; @p add.u32 %0, %0, 8;}" : "+r"(at) : "r"(condition), "r"(__float_as_uint(score)), "r"(column) : "memory");
+}
+
+// Of a warp's vectors, the columns above the bound to the block's list and those equal to it to its bitmap.
+// `column_of(i)` is the lane's first column of vector i.
+template <int kVectors, class ColumnOf>
+__device__ __forceinline__ void list_columns(ListedShared& shared, uint2* list, int size, uint32_t* bitmap, float bound, const float (&score)[kVectors][kTopkColumns], int lane, const ColumnOf& column_of) {
+  uint32_t mask = 0;
+  bool equal = false;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+    for (int j = 0; j < kTopkColumns; ++j) {
+      mask |= score[i][j] > bound ? 1u << (kTopkColumns * i + j) : 0u;
+      equal = equal || score[i][j] == bound;
+    }
+  }
+  if (__any_sync(kAll, mask != 0)) {
+    const int own = __popc(mask), through = scan(own, lane);
+    int start = 0;
+    if (lane == 31) start = atomicAdd(&shared.listed, through);
+    start = __shfl_sync(kAll, start, 31) + through - own;
+    if (start + own > size) mask = 0;  // too many: the count tells
+    uint32_t at = shared_address(list + start);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int column = static_cast<int>(column_of(i));
+#pragma unroll
+      for (int j = 0; j < kTopkColumns; ++j) list_if(mask & (1u << (kTopkColumns * i + j)), at, score[i][j], column + j);
+    }
+  }
+  if (__any_sync(kAll, equal)) {  // listed apart, while a block has few of them, else marked
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+      for (int j = 0; j < kTopkColumns; ++j) bits |= score[i][j] == bound ? 1u << (kTopkColumns * i + j) : 0u;
+    }
+    const int own = __popc(bits), count = __reduce_add_sync(kAll, own);
+    int start = 0;
+    if (lane == 0) start = atomicAdd(&shared.equal, count);
+    start = __shfl_sync(kAll, start, 0);
+    if (start + count <= kFewEqual) {
+      int place = start + scan(own, lane) - own;
+#pragma unroll 1
+      for (; bits != 0; bits &= bits - 1) {
+        const int bit = __ffs(bits) - 1;
+        shared.equal_columns[0][place++] = static_cast<int>(column_of(bit / kTopkColumns)) + bit % kTopkColumns;
+      }
+    } else {
+      if (lane == 0 && start < kFewEqual) shared.equal_listed = start;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const uint32_t four = (bits >> (kTopkColumns * i)) & 15u;
+        const int column = static_cast<int>(column_of(i));
+        if (four != 0) atomicOr(&bitmap[column / 32], four << (column % 32));
+      }
+    }
+  }
+}
+
+// The first `wanted` set bits stay.
+template <int kThreads>
+__device__ __noinline__ void keep_first(ListedShared& shared, uint32_t* bitmap, int words, int wanted) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int share = (words + kThreads / 32 - 1) / (kThreads / 32), begin = warp * share, end = min(begin + share, words);
+  int count = 0;
+#pragma unroll 1
+  for (int i = begin + lane; i < end; i += 32) count += __popc(bitmap[i]);
+  count = __reduce_add_sync(kAll, count);
+  if (lane == 0) shared.warp_low[warp] = count;
+  __syncthreads();
+  int before = __reduce_add_sync(kAll, lane < warp ? shared.warp_low[lane] : 0);
+  if (before + count <= wanted) return;
+#pragma unroll 1
+  for (int i = begin; i < end; i += 32) {
+    uint32_t word = i + lane < end ? bitmap[i + lane] : 0;
+    const int own = __popc(word), through = scan(own, lane);
+    int left = min(own, max(0, wanted - (before + through - own)));
+    before += __shfl_sync(kAll, through, 31);
+    uint32_t kept = 0;
+#pragma unroll 1
+    for (; left > 0; --left, word &= word - 1) kept |= word & (0 - word);
+    if (i + lane < end) bitmap[i + lane] = kept;
+  }
+}
+
+// Set bits of the bitmap, in order, to the results.
+template <class Format, int kThreads>
+__device__ __noinline__ void emit_bitmap(ListedShared& shared, const Args& args, const Row<Format>& row, const uint32_t* bitmap) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int words = (row.length + 31) / 32, share = (words + kThreads / 32 - 1) / (kThreads / 32);
+  const int begin = warp * share, end = min(begin + share, words);
+  int32_t* const target = row.target(args, shared.columns);
+  int count = 0;
+#pragma unroll 1
+  for (int i = begin + lane; i < end; i += 32) count += __popc(bitmap[i]);
+  count = __reduce_add_sync(kAll, count);
+  if (lane == 0) shared.counts[warp] = count;
+  __syncthreads();
+  const int counts = lane < kThreads / 32 ? shared.counts[lane] : 0;
+  int place = __reduce_add_sync(kAll, lane < warp ? counts : 0);
+#pragma unroll 1
+  for (int i = begin; i < end; i += 32) {
+    uint32_t word = i + lane < end ? bitmap[i + lane] : 0;
+    if (!__any_sync(kAll, word != 0)) continue;
+    const int own = __popc(word), through = scan(own, lane);
+    int at = place + through - own;
+    place += __shfl_sync(kAll, through, 31);
+#pragma unroll 1
+    for (; word != 0; word &= word - 1) target[at++] = (i + lane) * 32 + __ffs(word) - 1;
+  }
+  __syncthreads();
+  row.template write<kThreads>(args, shared.columns, __reduce_add_sync(kAll, counts));
+}
+
+// By histograms of the whole row, read again for each.
+template <class Format, int kThreads>
+__device__ __noinline__ void rank_by_passes(Shared& shared, const Args& args, const Row<Format>& row, int turn) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int vectors = static_cast<int>((int64_t{row.length} + kThreads * kTopkColumns - 1) / (kThreads * kTopkColumns));
+  const int64_t first = int64_t{warp} * vectors * kSegment + lane * kTopkColumns;
+  const auto each_vector = [&](const auto& use) {
+    constexpr int kAtOnce = 4;
+#pragma unroll 1
+    for (int start = 0; start < vectors; start += kAtOnce) {
+      float score[kAtOnce][kTopkColumns];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) row.load(score[i], first + int64_t{start + i} * kSegment, start + i < vectors ? row.length : 0);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint32_t key[kTopkColumns] = {key_of(score[i][0]), key_of(score[i][1]), key_of(score[i][2]), key_of(score[i][3])};
+        use(static_cast<int>(first + int64_t{start + i} * kSegment), key);
+      }
+    }
+  };
+  Search search{1, kAll, args.k, turn};
+  __syncthreads();
+  clear_histogram<kThreads>(shared, turn);
+  __syncthreads();
+  search_keys<kThreads>(shared, search, [&](const auto& use) {
+    each_vector([&](int, const uint32_t(&key)[kTopkColumns]) {
+#pragma unroll
+      for (int j = 0; j < kTopkColumns; ++j) use(key[j]);
+    });
+  });
+  const Cut cut = cut_of<kThreads>(shared, search, each_vector);
+  int count = 0;
+  each_vector([&](int column, const uint32_t(&key)[kTopkColumns]) {
+#pragma unroll
+    for (int j = 0; j < kTopkColumns; ++j) count += cut.selects(key[j], column + j);
+  });
+  count = __reduce_add_sync(kAll, count);
+  if (lane == 0) shared.counts[warp] = count;
+  __syncthreads();
+  const int counts = lane < kThreads / 32 ? shared.counts[lane] : 0;
+  int place = __reduce_add_sync(kAll, lane < warp ? counts : 0);
+  int32_t* const target = row.target(args, shared.columns);
+  if (count > 0) {
+    each_vector([&](int column, const uint32_t(&key)[kTopkColumns]) {
+      uint32_t mask = 0;
+#pragma unroll
+      for (int j = 0; j < kTopkColumns; ++j) mask |= static_cast<uint32_t>(cut.selects(key[j], column + j)) << j;
+      if (!__any_sync(kAll, mask != 0)) return;
+      place_columns<1>(target, mask, place, column, lane);
+      place += __reduce_add_sync(kAll, __popc(mask));
+    });
+  }
+  __syncthreads();
+  row.template write<kThreads>(args, shared.columns, __reduce_add_sync(kAll, counts));
+}
+
+template <class Format, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1) topk_passes(const __grid_constant__ Args args) {
+  __shared__ Shared shared;
+  wait_for_inputs();
+  const Row<Format> row(args, blockIdx.x);
+  rank_by_passes<Format, kThreads>(shared, args, row, 0);
+}
+
+// Ties, and rows of few numbers: bits of what is selected among the listed and the marked, and their columns out.
+// `cut_key`: the k-th largest key, of which `wanted` columns are selected; `marked`: it is the bound.
+template <class Format, int kThreads, class EachListed>
+__device__ __forceinline__ void emit_ties(ListedShared& shared, const Args& args, const Row<Format>& row, uint32_t* bitmap, uint32_t cut_key, int wanted, bool marked, const EachListed& each_listed) {
+  const auto select = [&](int column) { atomicOr(&bitmap[column / 32], 1u << (column % 32)); };
+  if (!marked) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < args.bitmap_words; i += kThreads) bitmap[i] = 0;
+    __syncthreads();
+  }
+  each_listed([&](float score, int column) {
+    if (key_of(score) == cut_key) select(column);
+  });
+  __syncthreads();
+  keep_first<kThreads>(shared, bitmap, (row.length + 31) / 32, wanted);
+  __syncthreads();
+  each_listed([&](float score, int column) {
+    if (key_of(score) > cut_key) select(column);
+  });
+  __syncthreads();
+  emit_bitmap<Format, kThreads>(shared, args, row, bitmap);
+}
+
+// kVectors of a thread: all that a block of the cluster has of a row, or (kStream) a sample of it.
+template <class Format, int kThreads, int kVectors, bool kStream>
+__global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed(const __grid_constant__ Args args) {
+  constexpr int kWarps = kThreads / 32, kTile = kThreads * kTopkColumns;
+  extern __shared__ __align__(16) unsigned char memory[];
+  ListedShared& shared = *reinterpret_cast<ListedShared*>(memory);
+  uint32_t* const bitmap = reinterpret_cast<uint32_t*>(memory + kTopkFixedBytes);  // a bit for each column of the row
+  uint2* const list = reinterpret_cast<uint2*>(bitmap + args.bitmap_words);        // (score, column), a segment for each block
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int blocks = args.cluster, rank = blocks == 1 ? 0 : blockIdx.x % blocks, segment_size = args.listed / blocks;
+  if (blocks > 1) cluster_arrive();  // waited for before the first store into another block
+
+  clear_histogram<kThreads>(shared, 0);
+  clear_histogram<kThreads>(shared, 1);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < args.bitmap_words / 4; i += kThreads) reinterpret_cast<uint4*>(bitmap)[i] = uint4{0, 0, 0, 0};
+  if (threadIdx.x == 0) shared.bound = kAll, shared.listed = 0, shared.equal = 0, shared.equal_listed = kFewEqual, shared.few_count = 0;
+  wait_for_inputs();
+  const Row<Format> row(args, blockIdx.x / blocks);
+
+  // Tile t of a block: four chunks for each warp. Chunk c of a block is chunk c * blocks + rank of the row.
+  const auto column_of_chunk = [&](int64_t chunk) { return (chunk * blocks + rank) * kChunk + lane % kChunkLanes * kTopkColumns; };
+  const auto column_of = [&](int tile) { return column_of_chunk((int64_t{tile} * kWarps + warp) * (32 / kChunkLanes) + lane / kChunkLanes); };
+  const int64_t together = int64_t{kTile} * blocks;  // columns of a tile of all blocks
+  float held[kVectors][kTopkColumns];
+  if (!kStream && args.eager) {  // the row's loads do not wait for its length
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (row.aligned && (i + 1) * together <= args.limit) {
+        row.load_whole(held[i], column_of(i));
+      } else {
+        row.load(held[i], column_of(i), args.limit);
+      }
+    }
+  }
+  const int length = row.length;
+  if (length <= kTile * kVectors) {
+    if (rank > 0) return;  // cluster barriers no longer count a block that has left
+    const int first = warp * kVectors * kSegment + lane * kTopkColumns;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) row.load(held[i], first + i * kSegment, length);
+    return rank_direct<Format, kThreads, kVectors>(shared, args, row, held, first);
+  }
+  const int mine = static_cast<int>((length + together - 1) / together), looked_at = kStream ? min(mine, kVectors) : mine;  // tiles
+  if (!kStream && args.eager) {
+    if (length < args.limit) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int left = static_cast<int>(min(int64_t{kTopkColumns}, length - column_of(i)));
+#pragma unroll
+        for (int j = 0; j < kTopkColumns; ++j) held[i][j] = j < left ? held[i][j] : __uint_as_float(kNaN);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      // The chunks of a sample lie evenly over the block's.
+      const int64_t looked = (i * kWarps + warp) * (32 / kChunkLanes) + lane / kChunkLanes, chunk = kStream && mine > kVectors ? looked * mine / kVectors : looked;
+      row.load(held[i], column_of_chunk(chunk), i < mine ? length : 0);
+    }
+  }
+
+  // The first tiles of the stream are on their way while the bound is sought.
+  constexpr int kAhead = 4;
+  using Vector = typename Format::Vector;
+  Vector ahead[kAhead] = {};
+  const int whole = kStream && row.aligned ? static_cast<int>(length / together) / kAhead * kAhead : 0;  // tiles full of columns, in fours
+  const auto vector_at = [&](int tile) { return __ldg(reinterpret_cast<const Vector*>(row.scores + column_of(tile))); };
+  if (kStream && whole > 0) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) ahead[i] = vector_at(i);
+  }
+
+  // The bound. `rank_wanted` winners at most should lie in what this block looked at: all of them, or as many as chance
+  // (five standard deviations above the mean) and winners side by side (a chunk) may put there.
+  int rank_wanted = args.k;
+  if (blocks > 1 || looked_at < mine) {
+    const float mean = static_cast<float>(args.k) * looked_at * kTile / static_cast<float>(length);
+    rank_wanted = min(args.k, static_cast<int>(mean + max(5.0f * sqrtf(mean), static_cast<float>(kChunk))) + 6);
+  }
+  const bool by_vector = rank_wanted * 2 > kThreads;  // groups of four columns, else all of a thread
+  const auto each_group = [&](const auto& use) {
+    float most = __uint_as_float(kNaN);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const float largest = fmaxf(fmaxf(held[i][0], held[i][1]), fmaxf(held[i][2], held[i][3]));
+      most = fmaxf(most, largest);
+      if (by_vector) use(largest);
+    }
+    if (!by_vector) use(most);
+  };
+  uint32_t smallest = kAll, most = 0;
+  each_group([&](float score) {
+    const uint32_t key = key_of(score);
+    most = max(most, key);
+    if (key > kLowest) smallest = min(smallest, key);
+  });
+  block_range<kThreads>(shared, smallest, most);
+  uint32_t bound = kLowest;  // of -inf: fewer groups than wanted hold more
+  if (smallest < most) {
+    const Linear linear(score_of(smallest), score_of(most));
+    uint32_t* const histogram = shared.histogram[0];
+    each_group([&](float score) { count_bin(histogram, linear.bin(score)); });
+    const Found found = find_bin<kThreads>(shared, 0, rank_wanted);
+    if (found.bin >= 0) {  // down to the smallest maximum in that part, a score that exists
+      each_group([&](float score) {
+        if (linear.bin(score) == static_cast<uint32_t>(found.bin)) atomicMin(&shared.bound, key_of(score));
+      });
+      __syncthreads();
+      bound = shared.bound;
+    }
+  } else if (smallest == most) {
+    bound = most;
+  }
+  const float bound_score = score_of(bound);
+
+  if constexpr (kStream) {
+#pragma unroll 1
+    for (int tile = 0; tile < mine; tile += kAhead) {
+      float now[kAhead][kTopkColumns];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) Format::split(ahead[i], now[i]);
+      if (tile >= whole) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) row.load(now[i], column_of(tile + i), tile + i < mine ? length : 0);
+      } else if (tile + kAhead < whole) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) ahead[i] = vector_at(tile + kAhead + i);
+      }
+      list_columns(shared, list, segment_size, bitmap, bound_score, now, lane, [&](int i) { return column_of(tile + i); });
+    }
+  } else {
+    list_columns(shared, list, segment_size, bitmap, bound_score, held, lane, [&](int i) { return column_of(i); });
+  }
+  let_next_kernel_begin();
+  __syncthreads();
+  const int own_equal = shared.equal;
+  const uint32_t own_bound = bound;
+  if (blocks > 1) cluster_wait();
+  if (rank > 0) {  // to the first block
+    ListedShared& first = *in_first_block(&shared);
+    const int equal_listed = min(shared.equal, shared.equal_listed);
+    if (threadIdx.x == 0) {
+      first.block_listed[rank] = shared.listed, first.block_bound[rank] = bound, first.block_most[rank] = most;
+      first.block_equal[rank] = shared.equal, first.block_equal_listed[rank] = equal_listed;
+    }
+    if (threadIdx.x < equal_listed) first.equal_columns[rank][threadIdx.x] = shared.equal_columns[0][threadIdx.x];
+    uint2* const first_list = in_first_block(list) + rank * segment_size;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < min(shared.listed, segment_size); i += kThreads) first_list[i] = list[i];
+    if (shared.equal > equal_listed) {
+      uint32_t* const first_bitmap = in_first_block(bitmap);
+#pragma unroll 1
+      for (int word = threadIdx.x; word < args.bitmap_words; word += kThreads) {
+        if (word % blocks == rank) first_bitmap[word] = bitmap[word];
+      }
+    }
+    cluster_arrive();
+    return;
+  }
+  // All blocks' findings, one of each lane.
+  int block_listed = lane == 0 ? shared.listed : 0, block_equal = lane == 0 ? shared.equal : 0, block_equal_listed = lane == 0 ? min(shared.equal, shared.equal_listed) : 0;
+  uint32_t block_bound = lane == 0 ? bound : 0u;
+  if (blocks > 1) {
+    cluster_arrive();
+    cluster_wait();
+    if (lane > 0 && lane < blocks) {
+      block_listed = shared.block_listed[lane], block_bound = shared.block_bound[lane];
+      block_equal = shared.block_equal[lane], block_equal_listed = shared.block_equal_listed[lane];
+    }
+    most = __reduce_max_sync(kAll, lane > 0 && lane < blocks ? shared.block_most[lane] : most);
+  }
+  bound = __reduce_max_sync(kAll, block_bound);
+  const bool marks = __any_sync(kAll, block_equal > block_equal_listed);
+  if (__any_sync(kAll, block_listed > segment_size)) return rank_by_passes<Format, kThreads>(shared, args, row, 1);
+  // Some warps for each block's list.
+  const int of = warp % blocks, of_listed = __shfl_sync(kAll, block_listed, of);
+  const auto each_listed = [&](const auto& use) {
+#pragma unroll 1
+    for (int i = warp / blocks * 32 + lane; i < of_listed; i += kThreads / blocks) {
+      const uint2 entry = list[of * segment_size + i];
+      use(__uint_as_float(entry.x), static_cast<int>(entry.y));
+    }
+  };
+
+  // The k-th largest of the listed.
+  Found found{-1, 0, 0};
+  const Linear linear(score_of(bound), score_of(most));
+  if (bound < most && linear.usable()) {
+    uint32_t* const histogram = shared.histogram[1];
+    each_listed([&](float score, int) { count_bin(histogram, key_of(score) > bound ? linear.bin_of_number(score) : kAll); });
+    found = find_bin<kThreads>(shared, 1, args.k);
+  }
+  if (found.bin < 0 || found.count > kFew) {  // ties, scores close together, infinities, few numbers
+    Search search{bound + 1, kAll, args.k, 2};
+    if (found.bin >= 0) {
+      search.low = kAll, search.high = 0, search.wanted -= found.before;
+      each_listed([&](float score, int) {
+        const uint32_t key = key_of(score);
+        if (key > bound && linear.bin_of_number(score) == static_cast<uint32_t>(found.bin)) search.low = min(search.low, key), search.high = max(search.high, key);
+      });
+      block_range<kThreads>(shared, search.low, search.high);
+    } else if (bound < most && linear.usable()) {
+      search.low = search.high, search.count = found.before;  // of all that are listed: fewer than wanted
+    }
+    if (search.low < search.high) {
+      clear_histogram<kThreads>(shared, 2);
+      __syncthreads();
+      search_keys<kThreads>(shared, search, [&](const auto& use) {
+        each_listed([&](float score, int) { use(key_of(score)); });
+      });
+    }
+    if (search.count < 0 || search.count >= search.wanted) return emit_ties<Format, kThreads>(shared, args, row, bitmap, search.low, search.wanted, false, each_listed);
+    // All above the bound, and the first columns at it: marked, listed apart, or listed, where a block's bound is lower.
+    __syncthreads();
+    if (threadIdx.x == 0) shared.equal = 0;
+    if (marks) {
+#pragma unroll 1
+      for (int base = warp * 32; base < args.bitmap_words; base += kThreads) {
+        const uint32_t its_bound = __shfl_sync(kAll, block_bound, (base + lane) % blocks);
+        if (its_bound != bound && base + lane < args.bitmap_words) bitmap[base + lane] = 0;
+      }
+    }
+    __syncthreads();
+    const auto mark = [&](int column) { atomicOr(&bitmap[column / 32], 1u << (column % 32)); };
+    if (threadIdx.x < blocks * kFewEqual) {
+      const int block = threadIdx.x / kFewEqual, at = threadIdx.x % kFewEqual;
+      const bool valid = (block == 0 ? min(own_equal, shared.equal_listed) : shared.block_equal_listed[block]) > at && (block == 0 ? own_bound : shared.block_bound[block]) == bound;
+      if (valid) mark(shared.equal_columns[block][at]);
+    }
+    each_listed([&](float score, int column) {
+      if (key_of(score) == bound) mark(column), atomicAdd(&shared.equal, 1);
+    });
+    __syncthreads();
+    const int missing = args.k - search.count, equal = shared.equal + __reduce_add_sync(kAll, block_bound == bound ? block_equal : 0);
+    if (equal < missing && bound != kLowest) return rank_by_passes<Format, kThreads>(shared, args, row, search.turn + 1);
+    return emit_ties<Format, kThreads>(shared, args, row, bitmap, bound, missing, true, each_listed);
+  }
+
+  // Bits of what lies above the part; the few columns in it are ranked.
+  const uint32_t bin = found.bin;
+  if (marks) {  // the bound is not the cut: none are wanted
+#pragma unroll 1
+    for (int i = threadIdx.x; i < args.bitmap_words; i += kThreads) bitmap[i] = 0;
+    __syncthreads();
+  }
+  each_listed([&](float score, int column) {
+    const uint32_t own = linear.bin_of_number(score);
+    if (own < bin) {
+      atomicOr(&bitmap[column / 32], 1u << (column % 32));
+    } else if (own == bin && key_of(score) > bound) {
+      shared.few[atomicAdd(&shared.few_count, 1)] = uint2{key_of(score), static_cast<uint32_t>(column)};
+    }
+  });
+  __syncthreads();
+
+  // Before each run of words, how many bits; from there each selected column counts on to its own place.
+  const int words = (length + 127) / 128 * 4, run_bits = max(2, 32 - __clz((words - 1) / kThreads));
+  int sum = 0;
+#pragma unroll 1
+  for (int i = threadIdx.x << run_bits; i < min(words, static_cast<int>((threadIdx.x + 1) << run_bits)); i += 4) {
+    const uint4 four = *reinterpret_cast<const uint4*>(bitmap + i);
+    sum += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
+  }
+  const int through = scan(sum, lane);
+  if (lane == 31) shared.counts[warp] = through;
+  __syncthreads();
+  int32_t* const before_run = shared.columns + 4096;
+  static_assert(4096 + kThreads <= 3 * kBins);
+  before_run[threadIdx.x] = __reduce_add_sync(kAll, lane < warp ? shared.counts[lane] : 0) + through - sum;
+  uint2 own;
+  const Cut cut = rank_few(shared, found.count, args.k - found.before, lane, own);
+  const bool chosen = lane < found.count && cut.selects(own.x, own.y);
+  const uint32_t chosen_column = chosen ? own.y : kAll;
+  const int some = 32 - __clz(__ballot_sync(kAll, chosen));
+  __syncthreads();
+  int32_t* const target = row.target(args, shared.columns);
+#pragma unroll 1
+  for (int base = warp / blocks * 32; base < of_listed; base += kThreads / blocks) {  // by whole warps
+    const uint2 entry = base + lane < of_listed ? list[of * segment_size + base + lane] : uint2{kNaN, 0};
+    const int column = static_cast<int>(entry.y), word = column / 32;
+    int at = before_run[word >> run_bits] + __popc(bitmap[word] & ((1u << (column % 32)) - 1));
+#pragma unroll 1
+    for (int i = word >> run_bits << run_bits; i < word; ++i) at += __popc(bitmap[i]);
+#pragma unroll 1
+    for (int i = 0; i < some; ++i) at += __shfl_sync(kAll, chosen_column, i) < entry.y;
+    if (cut.selects(key_of(__uint_as_float(entry.x)), column)) target[at] = column;
+  }
+  if (target == shared.columns) __syncthreads();
+  row.template write<kThreads>(args, shared.columns, args.k);
+}
+
+}  // namespace dsv4_ops::topk_kernels

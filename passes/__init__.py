@@ -12,8 +12,8 @@ compiled call
 ====================================  =================================================================================
 
 Two mistakes leave ops in the ambient lane, and warn: ``use_workspace_lane`` in a program compiled without any of these (at trace time),
-and an op that takes the current lane but was never given to ``register_workspace_op`` (when it asks, under ``backend()`` only: a
-post-grad pass does not see the program run).
+and an op that takes the current lane but was never given to ``register_workspace_op`` (when it asks, under ``backend()`` and ``with_marks``:
+a post-grad pass does not see the program run).
 
 Importing this imports parts of Inductor, so ``import dsv4_ops`` does not.
 """

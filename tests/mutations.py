@@ -73,6 +73,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     # SwiGLU parameters.
     Mutation("gpt-oss-everywhere", "the model type decides the parameters", "dsv4_ops/swiglu.py", 'if model_type == "gpt_oss":', "if True:", "tests/test_swiglu.py -k F01"),
     Mutation("limit-dropped", "the limit clamps", "dsv4_ops/swiglu.py", "if limit is not None:\n        g, u", "if False:\n        g, u", "tests/test_swiglu.py -k F02"),
+    # Lanes under torch.compile.
+    Mutation("lane-clone", "a region that two lanes share is cloned", "passes/lanes.py", "elif self._lane_of[key] != lane and self._depends_on_caller(body.module):", "elif False:", "tests/test_program_campaign.py -k dynamos"),
+    Mutation("lane-inherited", "a body's inherited mark gives way to its caller's", "passes/lanes.py", "return caller if inherited else mark", "return caller if mark is None else mark", "tests/test_program_campaign.py -k dynamos"),
+    Mutation("lane-bodies", "bodies of higher-order ops are bound", "passes/lanes.py", "            self.visit(body.module, lane)\n", "            pass\n", "tests/test_program_campaign.py -k dynamos"),
+    Mutation("lane-slot-first", "the slot sees a body before its callers", "passes/lanes.py", "        call.node.meta[BOUND_HERE] = True\n", "", "tests/test_passes_install.py -k region_shared"),
+    Mutation("lane-eager-values", "arguments of eager mode follow", "passes/fx_utils.py", "if EAGER_VALUES in self.node.meta:", "if False:", "tests/test_passes_install.py -k I12"),
+    Mutation("lane-uuid", "the digest of the marks is in the uuid", "passes/lanes.py", '"marks": _digest.get()', '"marks": 0', "tests/test_passes_install.py -k I09"),
+    Mutation("lane-shadow-gradient", "no gradient is lost in a shadow op", "passes/workspace_ops.py", "if not schema.is_mutable:", "if False:", "tests/test_passes_lanes.py -k gradient"),
+    Mutation("lane-deaf-slot", "a slot that is not run binds nothing", "dsv4_ops/workspace.py", "runs_slots and any(map(_handles_lanes, slots))", "any(map(_handles_lanes, slots))", "tests/test_lane_warnings.py -k does_not_run"),
+    Mutation("lane-verify-allow", "a verifier that allows ambient ops binds nothing", "passes/verify.py", 'self.handles_lanes = ambient != "allow"', "self.handles_lanes = True", "tests/test_lane_warnings.py -k through"),
     # Captured steps.
     Mutation("padding-left", "rows behind those given are filled in every call", "dsv4_ops/graphs.py", "buffer[given.shape[0] :].fill_(spec.pad)", "pass", "tests/test_graphs.py -k written_whole"),
     Mutation("stale-read", "outputs of an earlier call are refused", "dsv4_ops/graphs.py", "return self._writes != self._step._writes", "return False", "tests/test_graphs.py -k run_again"),

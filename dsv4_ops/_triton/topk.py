@@ -7,6 +7,7 @@ row is read once for each two bits and once for writing, in blocks, whatever its
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -28,7 +29,7 @@ def _load(row_ptr, begin, length, BLOCK: tl.constexpr, BITS: tl.constexpr):
         infinity: tl.constexpr = 0x7F800000
     else:
         bits = scores.to(tl.int16, bitcast=True).to(tl.int32)
-        infinity: tl.constexpr = 0x7F80
+        infinity: tl.constexpr = 0x7F80  # type: ignore[no-redef]
     magnitude = bits & (-1 - LOWEST)
     keys = tl.where(bits < 0, -magnitude, magnitude)  # equal zeros have equal keys
     return columns, scores, tl.where(within & (magnitude <= infinity), keys, LOWEST)
@@ -109,7 +110,7 @@ def arguments(logits, lengths, k, max_seq_len, values, indices):
     )  # fmt: skip
 
 
-def launch(logits, lengths, k, max_seq_len, values, indices):
+def launch(logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int | None, values: torch.Tensor | None, indices: torch.Tensor) -> None:
     """Fill ``indices`` and, where given, ``values``, both contiguous ``[rows, k]``."""
     start(
         topk_kernel, logits.shape[0], logits.device, *arguments(logits, lengths, k, max_seq_len, values, indices),

@@ -10,7 +10,7 @@
 namespace dsv4_ops {
 
 inline void check_topk(
-    const char* op, const torch::stable::Tensor& logits, const torch::stable::Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len) {
+    const char* op, const torch::stable::Tensor& logits, const torch::stable::Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane) {
   using torch::headeronly::ScalarType;
   DSV4_CHECK(logits.dim() == 2, op, ": logits must be 2-dimensional, got ", logits.dim(), " dimensions");
   DSV4_CHECK(logits.scalar_type() == ScalarType::Float || logits.scalar_type() == ScalarType::BFloat16, op, ": logits must be float32 or bfloat16");
@@ -21,6 +21,7 @@ inline void check_topk(
   DSV4_CHECK(lengths.numel() <= logits.size(0), op, ": lengths must have at most ", logits.size(0), " entries, one for each row of logits, got ", lengths.numel());
   DSV4_CHECK(k >= 1 && k <= 4096, op, ": k must be between 1 and 4096, got ", k);
   DSV4_CHECK(!max_seq_len || *max_seq_len >= 0, op, ": max_seq_len must be at least 0, got ", max_seq_len.value_or(0));
+  check_lane(op, lane);
 }
 
 inline void check_topk_table(

@@ -70,7 +70,7 @@ inline TopkPlan topk_choice(const TopkDevice& device, int64_t rows, int64_t widt
 inline TopkPlan topk_plan_with_memory(const TopkDevice& device, TopkPlan plan, int64_t width, int64_t k) {
   if (plan.kernel == TopkKernel::direct) return plan;
   const int64_t bitmap = (width + 127) / 128 * 16, room = device.shared_bytes - kTopkFixedBytes - bitmap;  // bytes
-  plan.listed = static_cast<int>(std::min<int64_t>(room / 8, k <= 1024 ? 6144 : 8192) / 32 * 32);
+  plan.listed = static_cast<int>(std::min<int64_t>(room / 8, k <= 1024 ? 4096 : 8192) / 32 * 32);
   if (plan.listed < kTopkFewestListed) return TopkPlan{TopkKernel::passes, 1024, 0, 1, 0, 0, 0};
   plan.bitmap_words = static_cast<int>(bitmap / 4);
   plan.shared_bytes = static_cast<int>(kTopkFixedBytes + bitmap + int64_t{8} * plan.listed);

@@ -17,8 +17,8 @@ used it warns, with the reason.
 
 ``torch_impl`` is vectorized PyTorch that runs on any device and never synchronizes; ``reference`` is the plain
 definition that everything is compared with. Python back ends check their arguments inside the kernel; for C++ ones
-the check runs in :meth:`Op.__call__` (C++ checks again what memory safety needs, and inputs that require grad are
-refused on any way in).
+the check runs in :meth:`Op.__call__`, after C++ has refused a call, for the sake of its words (and inputs that require grad
+are refused on any way in).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Op:
     torch_impl: Callable[..., Any] | None = None
     triton: Callable[..., Any] | None = None
     cpp: frozenset[str] = frozenset()
-    """Device types whose kernel is C++ (those do not run the Python check themselves)."""
+    """Device types whose kernel is C++ (those check their arguments themselves)."""
     cpp_sources: frozenset[str] = frozenset()
     """Device types that csrc/ has a kernel for, loaded or not."""
 
@@ -113,11 +113,16 @@ class Op:
         return tuple(a.name for a in self.overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            if self.cpp and _device_of(args, kwargs) in self.cpp:
-                self._guard(*args, **kwargs)
-            if envs.trace():
-                _log_call(self, args, kwargs)
+        if torch.compiler.is_compiling():
+            return self.overload(*args, **kwargs)
+        if envs.trace():
+            _log_call(self, args, kwargs)
+        try:
+            return self.overload(*args, **kwargs)
+        except Exception:
+            if not (self.cpp and _device_of(args, kwargs) in self.cpp):
+                raise
+        self._guard(*args, **kwargs)  # C++ refuses the same arguments, in fewer words
         return self.overload(*args, **kwargs)
 
     def _guard(self, *args: Any, **kwargs: Any) -> None:

@@ -244,7 +244,8 @@ void check_segment(const char* name, const Tensor& cache, const Tensor& indices,
 // Scratch is each thread's own, so the lane has nothing to choose.
 std::tuple<Tensor, Tensor> sparse_mla_decode_cpu(
     const Tensor& q, const Tensor& swa_cache, const Tensor& swa_indices, const Tensor& swa_lens, const std::optional<Tensor>& extra_cache,
-    const std::optional<Tensor>& extra_indices, const std::optional<Tensor>& extra_lens, const std::optional<Tensor>& attn_sink, double scale, int64_t /*lane*/) {
+    const std::optional<Tensor>& extra_indices, const std::optional<Tensor>& extra_lens, const std::optional<Tensor>& attn_sink, double scale, int64_t lane) {
+  check_lane("sparse_mla_decode", lane);
   constexpr const char* op = "sparse_mla_decode";
   check_cpu(op, "q", q);
   const bool bfloat = q.scalar_type() == ScalarType::BFloat16;

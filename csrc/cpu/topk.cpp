@@ -233,10 +233,10 @@ struct BlockTable {
   }
 };
 
-void check(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len) {
+void check(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane) {
   check_cpu(op, "logits", logits);
   check_cpu(op, "lengths", lengths);
-  check_topk(op, logits, lengths, k, max_seq_len);
+  check_topk(op, logits, lengths, k, max_seq_len, lane);
 }
 
 void check_table(const char* op, const Tensor& logits, const Tensor& token_to_req_indices, const Tensor& is_valid_token, const Tensor& block_table, int64_t block_size) {
@@ -249,8 +249,8 @@ void check_table(const char* op, const Tensor& logits, const Tensor& token_to_re
 }  // namespace
 
 // Scratch is the thread's own, so the lane has nothing to choose.
-Tensor topk_cpu(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t /*lane*/) {
-  check("topk", logits, lengths, k, max_seq_len);
+Tensor topk_cpu(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane) {
+  check("topk", logits, lengths, k, max_seq_len, lane);
   Tensor indices = torch::stable::new_empty(logits, {logits.size(0), k}, ScalarType::Int);
   int32_t* out = static_cast<int32_t*>(indices.mutable_data_ptr());
   for_format("topk", logits, [&](auto format) {
@@ -261,8 +261,8 @@ Tensor topk_cpu(const Tensor& logits, const Tensor& lengths, int64_t k, std::opt
   return indices;
 }
 
-std::tuple<Tensor, Tensor> topk_values_cpu(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t /*lane*/) {
-  check("topk_values", logits, lengths, k, max_seq_len);
+std::tuple<Tensor, Tensor> topk_values_cpu(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane) {
+  check("topk_values", logits, lengths, k, max_seq_len, lane);
   Tensor indices = torch::stable::new_empty(logits, {logits.size(0), k}, ScalarType::Int);
   Tensor values = torch::stable::new_empty(logits, {logits.size(0), k});
   int32_t* out = static_cast<int32_t*>(indices.mutable_data_ptr());
@@ -279,8 +279,8 @@ std::tuple<Tensor, Tensor> topk_values_cpu(const Tensor& logits, const Tensor& l
 
 std::tuple<Tensor, Tensor> topk_slots_cpu(
     const Tensor& logits, const Tensor& lengths_tensor, const Tensor& token_to_req_indices, const Tensor& is_valid_token, const Tensor& block_table, int64_t k,
-    int64_t block_size, std::optional<int64_t> max_seq_len, int64_t /*lane*/) {
-  check("topk_slots", logits, lengths_tensor, k, max_seq_len);
+    int64_t block_size, std::optional<int64_t> max_seq_len, int64_t lane) {
+  check("topk_slots", logits, lengths_tensor, k, max_seq_len, lane);
   check_table("topk_slots", logits, token_to_req_indices, is_valid_token, block_table, block_size);
   Tensor slots = torch::stable::new_empty(logits, {logits.size(0), k}, ScalarType::Int);
   Tensor lens = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Int);

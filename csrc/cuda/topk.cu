@@ -29,7 +29,7 @@ namespace {
 
 using namespace topk_kernels;
 
-constexpr int64_t kEagerColumns = int64_t{1} << 22;  // of all rows: below, reading dead columns costs less than waiting for lengths
+constexpr int64_t kEagerColumns = int64_t{1} << 20;  // of all rows: below, reading dead columns costs less than waiting for lengths
 
 struct Device {
   TopkDevice sizes;
@@ -131,25 +131,25 @@ void run(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k,
   }
 }
 
-void check(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len) {
+void check(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane) {
   check_cuda(op, "logits", logits, logits.get_device_index());
   check_cuda(op, "lengths", lengths, logits.get_device_index());
-  check_topk(op, logits, lengths, k, max_seq_len);
+  check_topk(op, logits, lengths, k, max_seq_len, lane);
 }
 
 }  // namespace
 
 // Scratch is on chip, so the lane has nothing to choose.
-Tensor topk_cuda(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t /*lane*/) {
-  check("topk", logits, lengths, k, max_seq_len);
+Tensor topk_cuda(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane) {
+  check("topk", logits, lengths, k, max_seq_len, lane);
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   Tensor indices = torch::stable::new_empty(logits, {logits.size(0), k}, ScalarType::Int);
   run("topk", logits, lengths, k, max_seq_len, indices, nullptr, nullptr);
   return indices;
 }
 
-std::tuple<Tensor, Tensor> topk_values_cuda(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t /*lane*/) {
-  check("topk_values", logits, lengths, k, max_seq_len);
+std::tuple<Tensor, Tensor> topk_values_cuda(const Tensor& logits, const Tensor& lengths, int64_t k, std::optional<int64_t> max_seq_len, int64_t lane) {
+  check("topk_values", logits, lengths, k, max_seq_len, lane);
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   Tensor indices = torch::stable::new_empty(logits, {logits.size(0), k}, ScalarType::Int);
   Tensor values = torch::stable::new_empty(logits, {logits.size(0), k});
@@ -159,9 +159,9 @@ std::tuple<Tensor, Tensor> topk_values_cuda(const Tensor& logits, const Tensor& 
 
 std::tuple<Tensor, Tensor> topk_slots_cuda(
     const Tensor& logits, const Tensor& lengths, const Tensor& token_to_req_indices, const Tensor& is_valid_token, const Tensor& block_table, int64_t k,
-    int64_t block_size, std::optional<int64_t> max_seq_len, int64_t /*lane*/) {
+    int64_t block_size, std::optional<int64_t> max_seq_len, int64_t lane) {
   const char* const op = "topk_slots";
-  check(op, logits, lengths, k, max_seq_len);
+  check(op, logits, lengths, k, max_seq_len, lane);
   const int device = logits.get_device_index();
   check_cuda(op, "token_to_req_indices", token_to_req_indices, device);
   check_cuda(op, "is_valid_token", is_valid_token, device);

@@ -25,7 +25,7 @@ constexpr int kFewEqual = 8;  // columns equal to the bound that are listed, not
 
 struct ListedShared : Shared {
   uint32_t bound;  // key
-  int listed, equal, equal_listed;  // of `equal` columns that equal the bound, at most so many are listed
+  int above, listed, equal, equal_listed;  // of `equal` columns that equal the bound, at most so many are listed
   int32_t equal_columns[kMaxCluster][kFewEqual];  // the first ones; each block's in the first block
   // Of each block of the cluster, in the first one.
   uint32_t block_bound[kMaxCluster], block_most[kMaxCluster];
@@ -158,7 +158,7 @@ __device__ __noinline__ void keep_first(ListedShared& shared, uint32_t* bitmap, 
 
 // Set bits of the bitmap, in order, to the results.
 template <class Format, int kThreads>
-__device__ __noinline__ void emit_bitmap(ListedShared& shared, const Args& args, const Row<Format>& row, const uint32_t* bitmap) {
+__device__ __noinline__ void emit_bitmap(ListedShared& shared, const Args& args, const Row<Format>& row, const uint32_t* bitmap) {  // the first k
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int words = (row.length + 31) / 32, share = (words + kThreads / 32 - 1) / (kThreads / 32);
   const int begin = warp * share, end = min(begin + share, words);
@@ -179,7 +179,7 @@ __device__ __noinline__ void emit_bitmap(ListedShared& shared, const Args& args,
     int at = place + through - own;
     place += __shfl_sync(kAll, through, 31);
 #pragma unroll 1
-    for (; word != 0; word &= word - 1) target[at++] = (i + lane) * 32 + __ffs(word) - 1;
+    for (; word != 0 && at < args.k; word &= word - 1) target[at++] = (i + lane) * 32 + __ffs(word) - 1;
   }
   __syncthreads();
   row.template write<kThreads>(args, shared.columns, __reduce_add_sync(kAll, counts));
@@ -241,35 +241,22 @@ __device__ __noinline__ void rank_by_passes(Shared& shared, const Args& args, co
   row.template write<kThreads>(args, shared.columns, __reduce_add_sync(kAll, counts));
 }
 
+// A row that fits the registers of this block.
+template <class Format, int kThreads, int kVectors>
+__device__ __noinline__ void load_and_rank(Shared& shared, const Args& args, const Row<Format>& row) {
+  const int first = (threadIdx.x >> 5) * kVectors * kSegment + (threadIdx.x & 31) * kTopkColumns;
+  float score[kVectors][kTopkColumns];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) row.load(score[i], first + i * kSegment, row.length);
+  rank_direct<Format, kThreads, kVectors>(shared, args, row, score, first);
+}
+
 template <class Format, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1) topk_passes(const __grid_constant__ Args args) {
   __shared__ Shared shared;
   wait_for_inputs();
   const Row<Format> row(args, blockIdx.x);
   rank_by_passes<Format, kThreads>(shared, args, row, 0);
-}
-
-// Ties, and rows of few numbers: bits of what is selected among the listed and the marked, and their columns out.
-// `cut_key`: the k-th largest key, of which `wanted` columns are selected; `marked`: it is the bound.
-template <class Format, int kThreads, class EachListed>
-__device__ __forceinline__ void emit_ties(ListedShared& shared, const Args& args, const Row<Format>& row, uint32_t* bitmap, uint32_t cut_key, int wanted, bool marked, const EachListed& each_listed) {
-  const auto select = [&](int column) { atomicOr(&bitmap[column / 32], 1u << (column % 32)); };
-  if (!marked) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < args.bitmap_words; i += kThreads) bitmap[i] = 0;
-    __syncthreads();
-  }
-  each_listed([&](float score, int column) {
-    if (key_of(score) == cut_key) select(column);
-  });
-  __syncthreads();
-  keep_first<kThreads>(shared, bitmap, (row.length + 31) / 32, wanted);
-  __syncthreads();
-  each_listed([&](float score, int column) {
-    if (key_of(score) > cut_key) select(column);
-  });
-  __syncthreads();
-  emit_bitmap<Format, kThreads>(shared, args, row, bitmap);
 }
 
 // kVectors of a thread: all that a block of the cluster has of a row, or (kStream) a sample of it.
@@ -288,7 +275,7 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
   clear_histogram<kThreads>(shared, 1);
 #pragma unroll 1
   for (int i = threadIdx.x; i < args.bitmap_words / 4; i += kThreads) reinterpret_cast<uint4*>(bitmap)[i] = uint4{0, 0, 0, 0};
-  if (threadIdx.x == 0) shared.bound = kAll, shared.listed = 0, shared.equal = 0, shared.equal_listed = kFewEqual, shared.few_count = 0;
+  if (threadIdx.x == 0) shared.bound = kAll, shared.above = 0, shared.listed = 0, shared.equal = 0, shared.equal_listed = kFewEqual, shared.few_count = 0;
   wait_for_inputs();
   const Row<Format> row(args, blockIdx.x / blocks);
 
@@ -310,10 +297,8 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
   const int length = row.length;
   if (length <= kTile * kVectors) {
     if (rank > 0) return;  // cluster barriers no longer count a block that has left
-    const int first = warp * kVectors * kSegment + lane * kTopkColumns;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) row.load(held[i], first + i * kSegment, length);
-    return rank_direct<Format, kThreads, kVectors>(shared, args, row, held, first);
+    constexpr int kFewVectors = kVectors < 2 ? kVectors : 2;
+    return length <= kTile * kFewVectors ? load_and_rank<Format, kThreads, kFewVectors>(shared, args, row) : load_and_rank<Format, kThreads, kVectors>(shared, args, row);
   }
   const int mine = static_cast<int>((length + together - 1) / together), looked_at = kStream ? min(mine, kVectors) : mine;  // tiles
   if (!kStream && args.eager) {
@@ -385,6 +370,38 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
     }
   } else if (smallest == most) {
     bound = most;
+  }
+  // Groups of winners side by side hide most of each other: where many more columns than wanted exceed that bound, the
+  // r-th largest of them is the bound.
+  {
+    const float guess = score_of(bound);
+    const auto each_above = [&](const auto& use) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+        for (int j = 0; j < kTopkColumns; ++j) use(held[i][j] > guess, held[i][j]);
+      }
+    };
+    int above = 0;
+    each_above([&](bool is, float) { above += is; });
+    above = __reduce_add_sync(kAll, above);
+    if (lane == 0 && above > 0) atomicAdd(&shared.above, above);
+    __syncthreads();
+    if (shared.above > 2 * rank_wanted + kChunk && bound < most) {
+      const Linear linear(guess, score_of(most));
+      clear_histogram<kThreads>(shared, 2);
+      if (threadIdx.x == 0) shared.bound = kAll;
+      __syncthreads();
+      each_above([&](bool is, float score) { count_bin(shared.histogram[2], is ? linear.bin(score) : kAll); });
+      const Found found = find_bin<kThreads>(shared, 2, rank_wanted);
+      if (found.bin >= 0) {
+        each_above([&](bool is, float score) {
+          if (is && linear.bin(score) == static_cast<uint32_t>(found.bin)) atomicMin(&shared.bound, key_of(score));
+        });
+        __syncthreads();
+        bound = shared.bound;
+      }
+    }
   }
   const float bound_score = score_of(bound);
 
@@ -465,8 +482,10 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
     each_listed([&](float score, int) { count_bin(histogram, key_of(score) > bound ? linear.bin_of_number(score) : kAll); });
     found = find_bin<kThreads>(shared, 1, args.k);
   }
-  if (found.bin < 0 || found.count > kFew) {  // ties, scores close together, infinities, few numbers
-    Search search{bound + 1, kAll, args.k, 2};
+  const auto set = [&](int column) { atomicOr(&bitmap[column / 32], 1u << (column % 32)); };
+  const bool few = found.bin >= 0 && found.count <= kFew;
+  Search search{bound + 1, kAll, args.k, 2};
+  if (!few) {  // ties, scores close together, infinities, few numbers
     if (found.bin >= 0) {
       search.low = kAll, search.high = 0, search.wanted -= found.before;
       each_listed([&](float score, int) {
@@ -484,7 +503,8 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
         each_listed([&](float score, int) { use(key_of(score)); });
       });
     }
-    if (search.count < 0 || search.count >= search.wanted) return emit_ties<Format, kThreads>(shared, args, row, bitmap, search.low, search.wanted, false, each_listed);
+  }
+  if (!few && search.count >= 0 && search.count < search.wanted) {
     // All above the bound, and the first columns at it: marked, listed apart, or listed, where a block's bound is lower.
     __syncthreads();
     if (threadIdx.x == 0) shared.equal = 0;
@@ -496,66 +516,108 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
       }
     }
     __syncthreads();
-    const auto mark = [&](int column) { atomicOr(&bitmap[column / 32], 1u << (column % 32)); };
     if (threadIdx.x < blocks * kFewEqual) {
       const int block = threadIdx.x / kFewEqual, at = threadIdx.x % kFewEqual;
       const bool valid = (block == 0 ? min(own_equal, shared.equal_listed) : shared.block_equal_listed[block]) > at && (block == 0 ? own_bound : shared.block_bound[block]) == bound;
-      if (valid) mark(shared.equal_columns[block][at]);
+      if (valid) set(shared.equal_columns[block][at]);
     }
     each_listed([&](float score, int column) {
-      if (key_of(score) == bound) mark(column), atomicAdd(&shared.equal, 1);
+      if (key_of(score) == bound) set(column), atomicAdd(&shared.equal, 1);
     });
     __syncthreads();
     const int missing = args.k - search.count, equal = shared.equal + __reduce_add_sync(kAll, block_bound == bound ? block_equal : 0);
     if (equal < missing && bound != kLowest) return rank_by_passes<Format, kThreads>(shared, args, row, search.turn + 1);
-    return emit_ties<Format, kThreads>(shared, args, row, bitmap, bound, missing, true, each_listed);
+    if (search.count > 0) {
+      keep_first<kThreads>(shared, bitmap, (length + 31) / 32, missing);
+      __syncthreads();
+      each_listed([&](float score, int column) {
+        if (key_of(score) > bound) set(column);
+      });
+      __syncthreads();
+    }
+    return emit_bitmap<Format, kThreads>(shared, args, row, bitmap);
   }
 
-  // Bits of what lies above the part; the few columns in it are ranked.
-  const uint32_t bin = found.bin;
+  // Before each run of words of the bitmap, how many bits; from there a column counts on to its own place. A barrier lies
+  // before and behind.
+  const int words = (length + 127) / 128 * 4, run_bits = max(2, 32 - __clz((words - 1) / kThreads));
+  int32_t* const before_run = shared.columns + 4096;
+  static_assert(4096 + kThreads <= 3 * kBins);
+  const auto count_runs = [&] {
+    int sum = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x << run_bits; i < min(words, static_cast<int>((threadIdx.x + 1) << run_bits)); i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(bitmap + i);
+      sum += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
+    }
+    const int through = scan(sum, lane);
+    if (lane == 31) shared.counts[warp] = through;
+    __syncthreads();
+    before_run[threadIdx.x] = __reduce_add_sync(kAll, lane < warp ? shared.counts[lane] : 0) + through - sum;
+    __syncthreads();
+  };
+  const auto place_of = [&](int column) {
+    const int word = column / 32;
+    int place = before_run[word >> run_bits] + __popc(bitmap[word] & ((1u << (column % 32)) - 1));
+#pragma unroll 1
+    for (int i = word >> run_bits << run_bits; i < word; ++i) place += __popc(bitmap[i]);
+    return place;
+  };
+
   if (marks) {  // the bound is not the cut: none are wanted
 #pragma unroll 1
     for (int i = threadIdx.x; i < args.bitmap_words; i += kThreads) bitmap[i] = 0;
     __syncthreads();
   }
-  each_listed([&](float score, int column) {
-    const uint32_t own = linear.bin_of_number(score);
-    if (own < bin) {
-      atomicOr(&bitmap[column / 32], 1u << (column % 32));
-    } else if (own == bin && key_of(score) > bound) {
-      shared.few[atomicAdd(&shared.few_count, 1)] = uint2{key_of(score), static_cast<uint32_t>(column)};
+  Cut cut{search.low, 0x7fffffff};
+  uint32_t chosen_column = kAll;  // of the few, which have no bits
+  int some = 0;
+  if (few) {  // bits of what lies above the part; the few columns in it are ranked
+    const uint32_t bin = found.bin;
+    each_listed([&](float score, int column) {
+      const uint32_t own = linear.bin_of_number(score);
+      if (own < bin) {
+        set(column);
+      } else if (own == bin && key_of(score) > bound) {
+        shared.few[atomicAdd(&shared.few_count, 1)] = uint2{key_of(score), static_cast<uint32_t>(column)};
+      }
+    });
+    __syncthreads();
+    uint2 own;
+    cut = rank_few(shared, found.count, args.k - found.before, lane, own);
+    const bool chosen = lane < found.count && cut.selects(own.x, own.y);
+    if (chosen) chosen_column = own.y;
+    some = 32 - __clz(__ballot_sync(kAll, chosen));
+  } else {  // an interval of keys of which all are wanted, or equal keys, of which the first columns are
+    if (search.count != search.wanted) {
+      each_listed([&](float score, int column) {
+        if (key_of(score) == cut.key) set(column);
+      });
+      __syncthreads();
+      count_runs();
+      each_listed([&](float score, int column) {
+        if (key_of(score) == cut.key && place_of(column) == search.wanted - 1) shared.cut_column = column;
+      });
+      __syncthreads();
+      cut.column = shared.cut_column;
     }
-  });
-  __syncthreads();
-
-  // Before each run of words, how many bits; from there each selected column counts on to its own place.
-  const int words = (length + 127) / 128 * 4, run_bits = max(2, 32 - __clz((words - 1) / kThreads));
-  int sum = 0;
-#pragma unroll 1
-  for (int i = threadIdx.x << run_bits; i < min(words, static_cast<int>((threadIdx.x + 1) << run_bits)); i += 4) {
-    const uint4 four = *reinterpret_cast<const uint4*>(bitmap + i);
-    sum += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
+    each_listed([&](float score, int column) {
+      const uint32_t key = key_of(score);
+      if (cut.selects(key, column)) {
+        set(column);
+      } else if (key == cut.key) {
+        atomicAnd(&bitmap[column / 32], ~(1u << (column % 32)));
+      }
+    });
+    __syncthreads();
   }
-  const int through = scan(sum, lane);
-  if (lane == 31) shared.counts[warp] = through;
-  __syncthreads();
-  int32_t* const before_run = shared.columns + 4096;
-  static_assert(4096 + kThreads <= 3 * kBins);
-  before_run[threadIdx.x] = __reduce_add_sync(kAll, lane < warp ? shared.counts[lane] : 0) + through - sum;
-  uint2 own;
-  const Cut cut = rank_few(shared, found.count, args.k - found.before, lane, own);
-  const bool chosen = lane < found.count && cut.selects(own.x, own.y);
-  const uint32_t chosen_column = chosen ? own.y : kAll;
-  const int some = 32 - __clz(__ballot_sync(kAll, chosen));
-  __syncthreads();
+  count_runs();
   int32_t* const target = row.target(args, shared.columns);
 #pragma unroll 1
   for (int base = warp / blocks * 32; base < of_listed; base += kThreads / blocks) {  // by whole warps
     const uint2 entry = base + lane < of_listed ? list[of * segment_size + base + lane] : uint2{kNaN, 0};
-    const int column = static_cast<int>(entry.y), word = column / 32;
-    int at = before_run[word >> run_bits] + __popc(bitmap[word] & ((1u << (column % 32)) - 1));
-#pragma unroll 1
-    for (int i = word >> run_bits << run_bits; i < word; ++i) at += __popc(bitmap[i]);
+    const int column = static_cast<int>(entry.y);
+    int at = place_of(column);
 #pragma unroll 1
     for (int i = 0; i < some; ++i) at += __shfl_sync(kAll, chosen_column, i) < entry.y;
     if (cut.selects(key_of(__uint_as_float(entry.x)), column)) target[at] = column;

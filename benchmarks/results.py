@@ -29,7 +29,9 @@ def folder() -> Path:
 
 
 def commit() -> str:
-    """The commit of the checkout, with ``-changed`` when sources differ from it; what COMMIT says where the history did not come along."""
+    """What COMMIT says, where the history did not come along; else the checkout's, with ``-changed`` when sources differ from it."""
+    if named := os.environ.get("COMMIT"):
+        return named
 
     def git(*arguments: str) -> str | None:
         try:
@@ -40,7 +42,7 @@ def commit() -> str:
 
     head = git("rev-parse", "--short", "HEAD")
     if head is None:
-        return os.environ.get("COMMIT") or "unknown"
+        return "unknown"
     return head + ("-changed" if git("status", "--porcelain", "--", "csrc", "dsv4_ops", "passes", "benchmarks/*.py") else "")
 
 
@@ -60,11 +62,18 @@ def environment() -> dict[str, Any]:
     return env
 
 
+def text(document: dict[str, Any]) -> str:
+    """JSON, each of ``rows`` in a line of its own."""
+    rows = document.get("rows", [])
+    body = json.dumps({**document, "rows": ["rows"]}, indent=1)
+    return body.replace('"rows"\n ]', ",\n  ".join(map(json.dumps, rows)) + "\n ]") + "\n" if rows else json.dumps(document, indent=1) + "\n"
+
+
 def write(topic: str, env: dict[str, Any] | None = None, quiet: bool = False, **content: Any) -> Path:
     """Write ``<folder>/<topic>.json``; ``env`` is added to what is known of the machine."""
     path = folder() / f"{topic}.json"
     head = {"topic": topic, "command": f"bash benchmarks/gpu.sh {topic}", "commit": commit(), "date": datetime.date.today().isoformat(), "env": environment() | (env or {})}
-    path.write_text(json.dumps({**head, **content}, indent=1) + "\n")
+    path.write_text(text({**head, **content}))
     if not quiet:
         print(f"wrote {path}")
         if head["commit"] == "unknown":

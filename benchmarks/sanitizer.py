@@ -153,14 +153,15 @@ def observed(op: Op, sample: Sample, device: str) -> list[torch.Tensor]:
     mine = moved(sample, device)
     result = testing.outputs(op(*mine.args, **mine.kwargs))
     named = dict(zip((a.name for a in op.overload._schema.arguments), mine.args, strict=False)) | mine.kwargs
-    return [tensor.cpu() for tensor in (*result, *(named[name] for name in op.mutates))]
+    return [tensor.cpu().contiguous() for tensor in (*result, *(named[name] for name in op.mutates))]
 
 
 def run_cases(device: str) -> int:
     """Inside a tool: all calls of all ops, each compared with the same op on the CPU; prints one line a wrong call and a sum."""
     counts: dict[str, int] = {}
     wrong, start = 0, time.perf_counter()
-    for op in chosen_ops():
+    for op in sorted(chosen_ops(), key=lambda op: op.backends["cuda"] != "c++"):  # those that wait for no compiler first
+        print(f"OP {op.name} after {time.perf_counter() - start:.1f} s", flush=True)
         for kind, sample in calls_of(op):
             counts[kind] = counts.get(kind, 0) + 1
             try:

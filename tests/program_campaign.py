@@ -1,7 +1,8 @@
 """Random programs through ``torch.compile``, with the lane passes and without: the lane of every call at run time, and the numbers.
 
-    python -m tests.program_campaign --programs 200   every door and setting under Inductor, the control without the binder, and the cost of
-                                                      the passes; writes benchmarks/results/<gpu>/lanes.json, rows for each PyTorch
+    python -m tests.program_campaign --programs 200   a quarter of the programs in each setting of Inductor (all, with --every-setting), the control
+                                                      without the binder, and the cost of the passes; writes benchmarks/results/<gpu>/lanes.json,
+                                                      rows for each PyTorch
     python -m tests.program_campaign --seed 17        one program: its text, and what is wrong with it in each setting
 
 A program is called three times: two inputs (so that ``cond`` takes both branches), and once inside ``use_workspace_lane(2)``, which
@@ -294,33 +295,34 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
     }
 
 
-def campaign(programs: int) -> tuple[list[dict[str, Any]], int]:
+def campaign(programs: int, every_setting: bool) -> tuple[list[dict[str, Any]], int]:
     """Rows of results, and how many programs are wrong with the passes."""
     outcomes: dict[str, list[Outcome]] = {}
     control: list[Outcome] = []
     for seed in range(programs):
-        outcome = check(seed, SETTINGS[seed % len(SETTINGS)])
-        outcomes.setdefault(outcome.setting.name, []).append(outcome)
+        for setting in SETTINGS if every_setting else [SETTINGS[seed % len(SETTINGS)]]:
+            outcome = check(seed, setting)
+            outcomes.setdefault(setting.name, []).append(outcome)
+            for fault in outcome.faults:
+                print(f"program {seed}, {setting.name}: {fault}", flush=True)
         control.append(check(seed, unbound(DYNAMO_ONLY)))
-        for fault in outcome.faults:
-            print(f"program {seed}, {outcome.setting.name}: {fault}", flush=True)
         if seed % 20 == 19:
-            print(f"{seed + 1} programs, {sum(bool(o.faults) for some in outcomes.values() for o in some)} wrong; without the binder {sum(bool(o.wrong_lanes) for o in control)}", flush=True)
+            print(f"{seed + 1} programs: {sum(bool(o.faults) for some in outcomes.values() for o in some)} wrong runs; without the binder {sum(bool(o.wrong_lanes) for o in control)} programs", flush=True)
     everything = [o for some in outcomes.values() for o in some]
-    features = collections.Counter(feature for o in everything for feature in o.features)
+    features = collections.Counter(feature for o in control for feature in o.features)
     rows = [summary(some) for some in outcomes.values()] + [summary(control)]
     rows += [{"op": "lanes", "case": "programs by feature", "params": {"torch": torch.__version__}, "provider": "dsv4_ops", "ok": True, **dict(sorted(features.items()))}]
     return rows, sum(bool(o.faults) for o in everything)
 
 
-def write(rows: list[dict[str, Any]], programs: int) -> None:
+def write(rows: list[dict[str, Any]], arguments: str) -> None:
     """Keeps the rows of other versions of PyTorch."""
     from benchmarks import results
 
     path = results.folder() / "lanes.json"
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     kept = [row for row in before if row["params"]["torch"] != torch.__version__]
-    head = {"topic": "lanes", "command": f"python -m tests.program_campaign --programs {programs}", "commit": results.commit(), "date": datetime.date.today().isoformat(), "env": results.environment()}
+    head = {"topic": "lanes", "command": f"python -m tests.program_campaign {arguments}", "commit": results.commit(), "date": datetime.date.today().isoformat(), "env": results.environment()}
     head["method"] = "each program called 3 times; lanes by the workspace's debug record, against the same text in plain Python and against the marks in it"
     path.write_text(json.dumps({**head, "rows": sorted(kept + rows, key=lambda row: row["params"]["torch"])}, indent=1) + "\n")
     print(f"wrote {path}")
@@ -329,6 +331,7 @@ def write(rows: list[dict[str, Any]], programs: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--every-setting", action="store_true", help="each program in all settings, not in one of them in turn")
     parser.add_argument("--seed", type=int)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -340,12 +343,12 @@ def main() -> int:
                 outcome = check(options.seed, setting)
                 print(f"{setting.name}: bound {outcome.bound}", *(outcome.faults or ["right"]), sep="\n    ")
             return 0
-        rows, wrong = campaign(options.programs)
+        rows, wrong = campaign(options.programs, options.every_setting)
         for door in ("backend", "slot"):
             row = cost(2000, door)
             print(row)
             rows.append({"op": "lanes", "case": "cost of the passes", "params": {"torch": torch.__version__, "door": row.pop("door"), "nodes": row.pop("nodes")}, "provider": "dsv4_ops", **row})
-    write(rows, options.programs)
+    write(rows, f"--programs {options.programs}" + " --every-setting" * options.every_setting)
     return 1 if wrong else 0
 
 

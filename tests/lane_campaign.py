@@ -16,9 +16,9 @@ import torch
 import dsv4_ops
 from dsv4_ops import workspace
 from dsv4_ops.graphs import CudaRecorder, GraphPool, Recorder, StepInput, StepOutputs
+from dsv4_ops.testing import TapeRecorder
 from dsv4_ops.workspace import WorkspaceManager, use_workspace_lane
 from tests import scratch_toys as toys
-from tests.graph_tape import TapeRecorder
 
 SIZES = (1, 2, 4, 8, 16)
 COLUMNS = 2048

@@ -9,7 +9,7 @@ import torch
 
 from dsv4_ops import workspace
 from dsv4_ops.passes import register_workspace_op
-from tests import graph_tape
+from dsv4_ops.testing import PYTHON_KERNELS
 
 NAMESPACE = "dsv4_scratch_toys"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -24,7 +24,7 @@ def _op(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> An
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    graph_tape.PYTHON_KERNELS[op] = kernel
+    PYTHON_KERNELS[op] = kernel
     register_workspace_op(op)
     return op
 

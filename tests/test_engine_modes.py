@@ -22,7 +22,7 @@ from dsv4_ops.engine.scheduler import Scheduled
 from dsv4_ops.engine.target import load_model
 from dsv4_ops.errors import ArgumentError
 from dsv4_ops.graphs import GraphPool
-from tests.graph_tape import TapeRecorder
+from dsv4_ops.testing import TapeRecorder
 
 MODES = ("mtp", "dspark", "dflash")
 TEXT = "The old lighthouse keeper climbed the stairs each night, counting them aloud, and the sea answered in its own time. " * 5

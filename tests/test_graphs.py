@@ -23,10 +23,10 @@ from dsv4_ops.errors import (
     WorkspaceLockedError,
 )
 from dsv4_ops.graphs import GraphPool, GraphStep, StepInput
+from dsv4_ops.testing import TapeRecorder
 from dsv4_ops.workspace import WorkspaceManager, use_workspace_lane, use_workspace_ubatch
 from tests import lane_campaign
 from tests import scratch_toys as toys
-from tests.graph_tape import TapeRecorder
 from tests.lane_campaign import COLUMNS, SIZES, X_INPUT, fresh_manager
 
 F32, I64 = torch.float32, torch.int64

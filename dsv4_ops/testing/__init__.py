@@ -27,13 +27,18 @@ from .basics import (
     poisoned,
     samples,
 )
+from .replay import PYTHON_KERNELS, TapeGraph, TapeRecorder, assert_graph_replay
 
 __all__ = [
+    "PYTHON_KERNELS",
     "TOLERANCES",
     "BadInput",
     "Canary",
     "Op",
     "Sample",
+    "TapeGraph",
+    "TapeRecorder",
+    "assert_graph_replay",
     "assert_same",
     "assert_topk",
     "canaries",

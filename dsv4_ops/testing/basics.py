@@ -16,7 +16,7 @@ import torch
 from .. import _registry
 from .._registry import BadInput, Op, Sample
 
-__all__ = ["TOLERANCES", "BadInput", "Canary", "Op", "Sample", "assert_same", "assert_topk", "canaries", "check_bad_input", "check_fake", "clone_args", "fake_call", "incomplete_ops", "leaves", "ops", "outputs", "poisoned", "samples"]
+__all__ = ["TOLERANCES", "BadInput", "Canary", "Op", "Sample", "assert_same", "assert_topk", "canaries", "check_bad_input", "check_fake", "clone_args", "fake_call", "incomplete_ops", "leaves", "ops", "outputs", "poisoned", "reference", "samples"]
 
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float32: (1e-5, 1e-5),
@@ -33,6 +33,12 @@ def ops() -> list[Op]:
 def samples(name: str, device: torch.device | str = "cpu", seed: int = 0) -> list[Sample]:
     """The labelled valid calls of the op called ``name``."""
     return list({op.name: op for op in ops()}[name].samples(device, seed))
+
+
+def reference(name: str) -> Callable[..., Any]:
+    """The plain definition of the op called ``name``: a tensor, or a tuple of tensors."""
+    function: Callable[..., Any] = {op.name: op for op in ops()}[name].reference
+    return function
 
 
 def outputs(result: Any) -> tuple[torch.Tensor, ...]:

@@ -152,8 +152,7 @@ def assert_graph_replay(
     sets = [given if isinstance(given, Sample) else Sample(f"inputs[{i}]", tuple(given)) for i, given in enumerate(inputs)]
     static, device = clone_args(sets[0]), _check_sets(sets)
     manager = workspace.workspace_manager(device) if manager is None else manager
-    if recorder is None:
-        recorder = graphs.CudaRecorder(device) if device.type == "cuda" else TapeRecorder()
+    recorder = _recorder(device) if recorder is None else recorder
     with torch.no_grad():
         wanted = []
         for given in sets:
@@ -200,6 +199,10 @@ def _check_sets(sets: Sequence[Sample]) -> torch.device:
         if not same:
             raise ValueError(f"assert_graph_replay: {other.label} must differ from {sets[0].label} in the values of its tensors only: a captured graph has one shape.")
     return devices.pop()
+
+
+def _recorder(device: torch.device) -> graphs.Recorder:
+    return graphs.CudaRecorder(device) if device.type == "cuda" else TapeRecorder()
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -20,7 +20,9 @@ block_table           int32     [R, blocks]      physical page of each logical p
 token_to_req_indices  int32     [T]              row of ``block_table`` of each token
 is_valid_token        bool      [T]              false: padding, its request id is not used for a load
 lens                  int32/64  [n] or [n, m]    already expanded lengths (tokens or records), any strides
-==================================================  ===================================================================
+cp_rank, cp_size      int                        this rank, and how many share each sequence
+cp_interleave         int                        entries in a row that stay on one rank, at least 1
+--------------------  --------  ---------------  ----------------------------------------------------------------------
 mtp_context_lens      int32     [R, next_n]      token j of n sees ``max(0, s - n + j + 1) // compress_ratio``
 ragged_context_lens   int32     [num_tokens]     (lens) token j of q the same, with q its request's query length; 0 for padding
 .                     int32     [num_tokens]     (token_to_req_indices) 0 for padding: a legal row that nobody may use
@@ -75,6 +77,7 @@ def mtp_context_lens(seq_lens: torch.Tensor, next_n: int, compress_ratio: int = 
     """Visible length of each of the ``next_n`` query tokens of every request: int32 ``[R, next_n]``.
 
     Raises ArgumentError (bad ``next_n``, ``compress_ratio`` or ``max_seq_len``), ArgumentDtypeError, ArgumentShapeError.
+    Arguments: ``python -m dsv4_ops ops mtp_context_lens``.
     """
     result: torch.Tensor = MTP_CONTEXT_LENS(seq_lens, next_n, compress_ratio, max_seq_len=max_seq_len)
     return result
@@ -184,7 +187,8 @@ def ragged_context_lens(
     """Per-token lengths of a batch with any query lengths: ``(lens, token_to_req_indices, is_valid_token)``, each ``[num_tokens]``.
 
     Requests come from ``query_start_loc``; an empty one gets no row; rows from its last entry on are padding.
-    Raises ArgumentError, ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    The first two are int32, the last bool. Raises ArgumentError, ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops ragged_context_lens``.
     """
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = RAGGED_CONTEXT_LENS(seq_lens, query_start_loc, num_tokens, compress_ratio, max_seq_len=max_seq_len)
     return result
@@ -306,6 +310,7 @@ def expand_block_table(block_table: torch.Tensor, token_to_req_indices: torch.Te
     """The block table with one row a token, int32 ``[T, blocks]``: what back ends that take one query a row read.
 
     Raises ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops expand_block_table``.
     """
     result: torch.Tensor = EXPAND_BLOCK_TABLE(block_table, token_to_req_indices, is_valid_token)
     return result
@@ -400,6 +405,7 @@ def local_context_lens(lens: torch.Tensor, cp_rank: int, cp_size: int, cp_interl
 
     Entry p belongs to rank ``(p // cp_interleave) % cp_size``. ``lens`` must be per token already (``mtp_context_lens`` or
     ``ragged_context_lens``), in the unit that is sharded. Raises ArgumentError, ArgumentDtypeError, ArgumentShapeError.
+    Arguments: ``python -m dsv4_ops ops local_context_lens``.
     """
     result: torch.Tensor = LOCAL_CONTEXT_LENS(lens, cp_rank, cp_size, cp_interleave)
     return result

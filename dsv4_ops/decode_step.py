@@ -85,7 +85,11 @@ def prepare_decode_step(
 ) -> DecodeStep:
     """Requests, slots, window rows, compressed lengths and pages of every token of a step.
 
+    Rows of tokens are ``[T]``, ``swa_indices`` ``[T, width]``, ``context_lens`` ``[ratios, T]``, ``expanded_block_table`` ``[T, cblocks]``; int32, but
+    ``is_valid_token`` bool and ``slot_mapping`` int64.
+
     Raises ArgumentError (sizes; ``width`` below ``window``), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops prepare_decode_step``.
     """
     return DecodeStep(
         *PREPARE_DECODE_STEP(

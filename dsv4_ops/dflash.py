@@ -140,8 +140,12 @@ def prepare_dflash_inputs(
 ) -> DFlashInputs:
     """Inputs of a draft forward, written up to ``max_tokens`` query rows and ``max_reqs`` requests.
 
+    Query rows are ``[max_tokens]``, requests ``[max_reqs]``, sampled rows ``[max_reqs * N]``, context rows ``[T]``, slots one such row a KV group
+    (``[G, max_tokens]``, ``[G, T]``); ids, lengths and mappings int32, positions and slots int64.
+
     Raises ArgumentError (more requests or query rows than the capture size holds, context-parallel arguments that do not
     fit), ArgumentShapeError, ArgumentDtypeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops prepare_dflash_inputs``.
     """
     return DFlashInputs(
         *PREPARE_DFLASH_INPUTS(

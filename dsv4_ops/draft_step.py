@@ -106,8 +106,11 @@ def prepare_draft_step(
 ) -> DraftStep:
     """Inputs of a draft forward and the window rows of its queries, written up to ``max_tokens`` query rows and ``max_reqs`` requests.
 
+    Shapes and dtypes as :func:`prepare_dflash_inputs`; window rows int32 ``[G, max_tokens, width]``, their lengths int32 ``[max_tokens]``.
+
     Raises ArgumentError (more requests or query rows than the capture size holds, ``width`` below ``window`` + Q), ArgumentShapeError,
     ArgumentDtypeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops prepare_draft_step``.
     """
     return DraftStep(
         *PREPARE_DRAFT_STEP(

@@ -45,6 +45,7 @@ def global_topk_indices(
     """Slots and lengths of request-local compressed positions: ``(slots int32 [T, k], lens int32 [T])``.
 
     Raises ArgumentError (``block_size``), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops global_topk_indices``.
     """
     result: tuple[torch.Tensor, torch.Tensor] = GLOBAL_TOPK_INDICES(topk_indices, token_to_req_indices, is_valid_token, block_table, block_size=block_size)
     return result

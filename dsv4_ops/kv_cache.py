@@ -71,6 +71,7 @@ def kv_cache_insert(kv: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.T
 
     Skips negative slots, block 0 and slots past the cache; of equal slots the last row wins. Raises ArgumentShapeError,
     ArgumentDtypeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops kv_cache_insert``.
     """
     KV_CACHE_INSERT(kv, cache, slot_mapping)
 
@@ -79,6 +80,7 @@ def kv_cache_gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Rows of ``cache`` at ``slots``: ``[*slots.shape, 512]``, bfloat16 of FP8 pages, else in the cache's dtype.
 
     Zeros for a negative slot or one past the cache. Raises ArgumentShapeError, ArgumentDtypeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops kv_cache_gather``.
     """
     result: torch.Tensor = KV_CACHE_GATHER(cache, slots)
     return result

@@ -99,6 +99,7 @@ def build_mixed_sparse_indices(
     """Window and compressed entries in one row a token: ``(indices int32 [T, mixed_row_width(swa_width, k)], lens int32 [T])``.
 
     Raises ArgumentError, ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError; see the module's table.
+    Arguments: ``python -m dsv4_ops ops build_mixed_sparse_indices``.
     """
     result: tuple[torch.Tensor, torch.Tensor] = BUILD_MIXED_SPARSE_INDICES(
         decode_swa_indices,

@@ -80,6 +80,7 @@ def rejection_sample(
     """Emitted tokens int64 ``[R, 1+K]`` (then -1) and their number int32 ``[R]``, distributed as plain decoding.
 
     Raises ArgumentError (``lane`` out of range), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops rejection_sample``.
     """
     return REJECTION_SAMPLE(target_logits, draft_token_ids, draft_logits, temperature, seeds, idx_mapping, positions, greedy_draft, lane=lane)  # type: ignore[no-any-return]
 

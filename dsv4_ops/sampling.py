@@ -75,6 +75,7 @@ def gumbel_sample(
     """One token a row, drawn from ``softmax(logits / temperature)`` or greedily: int64 ``[T]``.
 
     Raises ArgumentError (unknown stream, ``lane`` out of range), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops gumbel_sample``.
     """
     return GUMBEL_SAMPLE(logits, temperature, seeds, positions, idx_mapping, stream, lane=lane)  # type: ignore[no-any-return]
 

@@ -42,6 +42,7 @@ def swa_indices_to_csr(indices: torch.Tensor, lens: torch.Tensor, *, drop_holes:
     """Ragged form of index rows: ``(indptr int32 [T+1], flat int32 [T*width])``; ``flat`` keeps its size whatever the rows hold.
 
     Raises ArgumentError (more than ``2**31 - 1`` entries), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops swa_indices_to_csr``.
     """
     result: tuple[torch.Tensor, torch.Tensor] = SWA_INDICES_TO_CSR(indices, lens, drop_holes=drop_holes)
     return result
@@ -149,7 +150,8 @@ PACKED_PAGE_SLOTS = _registry.define("packed_page_slots(Tensor slots, int block_
 def packed_page_slots(slots: torch.Tensor, block_size: int, block_span: int) -> torch.Tensor:
     """Slots for a back end that multiplies a flat slot by the token stride: ``slot // block_size * block_span + slot % block_size``.
 
-    Raises ArgumentError (``block_span`` below ``block_size``: pages would overlap), ArgumentDtypeError, ArgumentShapeError.
+    In the shape of ``slots`` and its dtype; -1 stays -1. Raises ArgumentError (``block_span`` below ``block_size``: pages would overlap), ArgumentDtypeError, ArgumentShapeError.
+    Arguments: ``python -m dsv4_ops ops packed_page_slots``.
     """
     result: torch.Tensor = PACKED_PAGE_SLOTS(slots, block_size, block_span)
     return result

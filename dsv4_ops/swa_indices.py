@@ -90,6 +90,7 @@ def causal_swa_indices(
     """Window rows of causal tokens: ``(indices int32 [T, width], lens int32 [T])``, see the module's table.
 
     Raises ArgumentError (sizes; ``width`` below ``window``), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops causal_swa_indices``.
     """
     result: tuple[torch.Tensor, torch.Tensor] = CAUSAL_SWA_INDICES(
         positions, token_to_req_indices, is_valid_token, block_table, block_size=block_size, window=window, width=width
@@ -242,6 +243,7 @@ def draft_swa_indices(
 
     All Q rows of a request are equal: a draft block is not causal. Raises ArgumentError (sizes; ``width`` below
     ``window + block_queries``), ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops draft_swa_indices``.
     """
     result: tuple[torch.Tensor, torch.Tensor] = DRAFT_SWA_INDICES(
         committed_lens,

@@ -58,6 +58,7 @@ def swiglu(gate_up: torch.Tensor, alpha: float = 1.0, beta: float = 0.0, limit: 
     """Clamped SwiGLU over the last dimension: ``[..., 2*I] -> [..., I]`` in the input's dtype.
 
     Raises ArgumentError (limit of 0 or less), ArgumentDtypeError, ArgumentShapeError.
+    Arguments: ``python -m dsv4_ops ops swiglu``.
     """
     return SWIGLU(gate_up, alpha, beta, limit, interleaved)  # type: ignore[no-any-return]
 
@@ -154,9 +155,10 @@ SWIGLU_PER_EXPERT = _registry.define(
 def swiglu_per_expert(
     gate_up: torch.Tensor, expert_ids: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, limit: torch.Tensor, interleaved: bool = False
 ) -> torch.Tensor:
-    """Clamped SwiGLU of rows that belong to experts with parameters of their own: ``[rows, 2*I] -> [rows, I]``.
+    """Clamped SwiGLU of rows that belong to experts with parameters of their own: ``[rows, 2*I] -> [rows, I]`` in the input's dtype.
 
     Raises ArgumentDtypeError, ArgumentShapeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops swiglu_per_expert``.
     """
     return SWIGLU_PER_EXPERT(gate_up, expert_ids, alpha, beta, limit, interleaved)  # type: ignore[no-any-return]
 

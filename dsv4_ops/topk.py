@@ -64,6 +64,7 @@ def topk(logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int |
 
     Raises ArgumentError (``k``, ``max_seq_len`` or ``lane`` out of range), ArgumentShapeError (more lengths than rows,
     logits not dense in their last dimension), ArgumentDtypeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops topk``.
     """
     result: torch.Tensor = TOPK(logits, lengths, k, max_seq_len, lane=lane)
     return result
@@ -207,7 +208,8 @@ TOPK_VALUES = _registry.define("topk_values(Tensor logits, Tensor lengths, int k
 def topk_values(logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int | None = None, *, lane: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
     """(scores, columns) of the ``k`` largest scores of every row, by ascending column; padded with ``-inf`` and -1.
 
-    Scores keep the dtype (and the bits) of ``logits``. Raises what ``topk`` raises.
+    Both ``[rows, k]``. Scores keep the dtype (and the bits) of ``logits``, columns are int32. Raises what ``topk`` raises.
+    Arguments: ``python -m dsv4_ops ops topk_values``.
     """
     result: tuple[torch.Tensor, torch.Tensor] = TOPK_VALUES(logits, lengths, k, max_seq_len, lane=lane)
     return result
@@ -255,7 +257,8 @@ TOPK_MERGE = _registry.define("topk_merge(Tensor values, Tensor indices, int k) 
 def topk_merge(values: torch.Tensor, indices: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, indices) ``[rows, k]`` of the ``k`` best candidates of every row, by ascending index, padded as ``topk_values``.
 
-    Ties go to the lowest global index. Raises ArgumentError (``k``), ArgumentShapeError, ArgumentDtypeError, ArgumentDeviceError.
+    Values keep their dtype, indices are int32. Ties go to the lowest global index. Raises ArgumentError (``k``), ArgumentShapeError, ArgumentDtypeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops topk_merge``.
     """
     result: tuple[torch.Tensor, torch.Tensor] = TOPK_MERGE(values, indices, k)
     return result

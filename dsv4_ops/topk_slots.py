@@ -63,6 +63,7 @@ def topk_slots(
 
     Raises ArgumentError (``k``, ``block_size``, ``max_seq_len`` or ``lane`` out of range), ArgumentShapeError,
     ArgumentDtypeError, ArgumentDeviceError.
+    Arguments: ``python -m dsv4_ops ops topk_slots``.
     """
     result: tuple[torch.Tensor, torch.Tensor] = TOPK_SLOTS(logits, lengths, token_to_req_indices, is_valid_token, block_table, k, block_size, max_seq_len, lane=lane)
     return result

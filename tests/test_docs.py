@@ -1,32 +1,195 @@
-"""README's Python blocks run as they stand, and its links lead somewhere."""
+"""The pages' Python blocks run as they stand, and what a page names (files, anchors, functions, tests) exists."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import dsv4_ops
+import dsv4_ops.passes
+from dsv4_ops import _registry, graphs
+from dsv4_ops.testing import replay
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, FAULTS = ROOT / "README.md", ROOT / "docs" / "faults.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [(page, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
+
+
+def run(page: Path, code: str) -> None:
+    exec(compile(code, str(page), "exec"), {"__name__": "__snippet__"})
+
+
+def prose(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.S)
 
 
 @pytest.mark.parametrize(("page", "code"), BLOCKS, ids=[f"{page.name}-{i}" for i, (page, _) in enumerate(BLOCKS)])
 def test_snippet_runs(page: Path, code: str) -> None:
-    exec(compile(code, str(page), "exec"), {"__name__": "__snippet__"})
+    run(page, code)
+
+
+POOLED = [(page, code) for page, code in BLOCKS if "GraphPool(" in code]
+
+
+@pytest.mark.parametrize(("page", "code"), POOLED, ids=[page.name for page, _ in POOLED])
+def test_snippet_with_graphs_holds_when_they_are_replayed(page: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU ``GraphPool`` calls functions; here it records them and replays, so that a snippet that a graph would break shows."""
+    recorder = replay.TapeRecorder()
+    monkeypatch.setattr(graphs, "GraphPool", functools.partial(graphs.GraphPool, recorder=recorder))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run(page, code)
+    assert recorder.log.count("capture") >= 2
+
+
+# Links
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", prose(page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose(text)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+def missing_paths(text: str) -> list[str]:
+    named = set(re.findall(r"`((?:dsv4_ops|passes|tests|csrc|benchmarks|docs)/[\w./-]*)`", text))
+    return [path for path in sorted(named) if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert not broken_links(page, page.read_text())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_paths_that_a_page_names_exist(page: Path) -> None:
-    text = page.read_text()
-    named = set(re.findall(r"`((?:dsv4_ops|passes|tests|csrc|benchmarks|docs)/[\w./-]*)`", text)) | set(re.findall(r"\]\((?!http)([^)#]+)\)", text))
-    missing = [path for path in sorted(named) if not (ROOT / path).exists()]
-    assert not missing, f"{page.name} names {missing}"
+    assert not missing_paths(page.read_text())
+
+
+def test_a_broken_link_and_a_stale_path_are_seen() -> None:
+    text = "[a](docs/faults.md#no-such-fault) [b](docs/no-such.md) [c](#ops) [d](docs/lanes.md#which-door) `tests/test_no_such.py`"
+    assert broken_links(README, text) == ["docs/faults.md#no-such-fault", "docs/no-such.md"]
+    assert missing_paths(text) == ["tests/test_no_such.py"]
+
+
+def test_every_page_is_reached_from_readme() -> None:
+    seen, queue = set(), [README]
+    while queue:
+        page = queue.pop()
+        if page in seen:
+            continue
+        seen.add(page)
+        text = page.read_text()
+        named = [(page.parent / link.partition("#")[0]).resolve() for link in re.findall(r"\]\((?!https?:)([^)\s#]+\.md[^)\s]*)\)", text)]
+        named += [ROOT / path for path in re.findall(r"`([\w/]+\.md)`", text)]
+        queue += [p for p in named if p in PAGES]
+    assert seen == set(PAGES)
+
+
+# Names
+
+PUBLIC: dict[str, Any] = {name: getattr(dsv4_ops, name) for name in dsv4_ops.__all__}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_functions_that_a_page_names_exist(page: Path) -> None:
+    text = prose(page.read_text())
+    dotted = set(re.findall(r"`(dsv4_ops(?:\.\w+)+)", text))
+    for name in sorted(dotted):
+        pkgutil.resolve_name(name)
+    called = set(re.findall(r"`(\w+)\(", text))
+    places = (dsv4_ops.passes, graphs, graphs.GraphPool, dsv4_ops.WorkspaceManager, dsv4_ops.testing)
+    if page.name in ("faults.md", "integrate.md"):
+        known = set(PUBLIC).union(*map(dir, places))
+        assert called <= known, called - known
+
+
+def parameters() -> set[str]:
+    return {name for value in PUBLIC.values() if callable(value) for name in inspect.signature(value).parameters}
+
+
+# Faults
+
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", FAULTS.read_text(), re.M | re.S))
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_fault_leads_from_symptom_to_check(title: str) -> None:
+    section = SECTIONS[title]
+    places = [section.find(f"\n**{part}") for part in ("You see**", "Cause.**", "Here**", "Check.**")] + [section.find("\nReports: ")]
+    assert -1 not in places and places == sorted(places), f"{title}: want You see, Cause, Here, Check, Reports, in this order"
+    here = section[places[2] : places[3]]
+    names = set(re.findall(r"`(\w+)`", here))
+    known = {*PUBLIC, *parameters(), "up", "alpha", "beta", "seed", "pad", "lse"}
+    assert names & set(PUBLIC) or re.search(r"`dsv4_ops\.\w+", here), f"{title}: names nothing of this package"
+    assert names <= known, names - known
+    assert re.search(r"```python\n.*assert.*```", section[places[3] :], re.S), f"{title}: the check asserts nothing"
+
+
+def test_every_report_with_a_test_is_on_the_page() -> None:
+    named = re.findall(r"\b([A-J]\d\d)\b", "".join(section[section.find("\nReports: ") :] for section in SECTIONS.values()))
+    tested = {case for path in (ROOT / "tests").glob("test_*.py") for case in re.findall(r"def test_case_([A-J]\d\d)_", path.read_text())}
+    assert set(named) == tested
+    assert len(named) == len(set(named))
+
+
+def test_every_section_is_in_the_table_at_the_top() -> None:
+    assert re.findall(r"^\| .* \| \[(.*)\]\(#.*\) \|$", FAULTS.read_text(), re.M) == list(SECTIONS)
+
+
+# Reference
+
+OP_FUNCTIONS = [op.name for op in _registry.ops()]
+
+
+LACKING = pytest.param("sparse_mla_decode", marks=pytest.mark.xfail(reason="its docstring names no argument table yet"))
+
+
+@pytest.mark.parametrize("name", [LACKING if name == "sparse_mla_decode" else name for name in OP_FUNCTIONS])
+def test_ops_docstring_is_a_reference(name: str) -> None:
+    function = PUBLIC[name]
+    text = inspect.getdoc(function) or ""
+    assert "Raises " in text, "says no errors"
+    assert f"Arguments: ``python -m dsv4_ops ops {name}``" in text, "does not say where its argument table is"
+    assert re.search(r"\[[\w*+., ]+\]|shape of", text), "gives no shape"
+    assert re.search(r"\b(int32|int64|dtype|Returns nothing)\b", text), "gives no dtype"
+    table = inspect.getmodule(function).__doc__ or ""  # type: ignore[union-attr]
+    for other in re.findall(r"as for ``(\w+)``", table):
+        table += inspect.getmodule(PUBLIC[other]).__doc__ or ""  # type: ignore[union-attr]
+    absent = [p for p in inspect.signature(function).parameters if not re.search(rf"\b{p}\b", table)]
+    assert not absent, f"the argument table of {function.__module__} lacks {absent}"
+    assert "Graph-safe: " in table and "Replaces " in table
+
+
+@pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if inspect.isfunction(value) or inspect.isclass(value)])
+def test_public_name_has_a_docstring_and_types(name: str) -> None:
+    value = PUBLIC[name]
+    assert len(inspect.getdoc(value) or "") > 40
+    if inspect.isfunction(value):
+        signature = inspect.signature(value)
+        untyped = [p.name for p in signature.parameters.values() if p.annotation is inspect.Parameter.empty]
+        assert not untyped and signature.return_annotation is not inspect.Signature.empty
 
 
 def test_readme_says_what_dev_py_does() -> None:
     assert BLOCKS, "README has no example"
     help_text = (ROOT / "dev.py").read_text()
-    for command in re.findall(r"^python3 dev.py (\w+)", (ROOT / "README.md").read_text(), re.M):
+    for command in re.findall(r"^python3 dev.py (\w+)", README.read_text(), re.M):
         assert f"dev.py {command}" in help_text

@@ -67,6 +67,7 @@ def is_uniform_decode(query_start_loc: Ints, next_n: int) -> bool:
 
     Looks at each request, never at the total. Padding requests (no query tokens) may follow the live ones, where the
     uniform layout has their rows anyway; an empty request in front of a live one makes the batch ragged.
+    Raises ArgumentError, ArgumentShapeError (no entries).
     """
     _checks.integer("is_uniform_decode", "next_n", next_n, 1)
     starts = _host_ints("is_uniform_decode", "query_start_loc", query_start_loc)
@@ -83,6 +84,7 @@ def unpadded_token_rows(query_start_loc: torch.Tensor, token_to_req_indices: tor
 
     ``rectangle.index_select(0, rows)`` unpads. Padding tokens get row 0, which nobody may use. ``padded_query_len`` must cover the
     longest query (on the host, the caller knows it); a token past it gets its own request's last row, never a neighbour's.
+    Raises ArgumentError, ArgumentDtypeError, ArgumentShapeError.
     """
     _checks.integer("unpadded_token_rows", "padded_query_len", padded_query_len, 1)
     _checks.tensor("unpadded_token_rows", "query_start_loc", query_start_loc, _checks.INDEX, 1)

@@ -94,7 +94,10 @@ class Requirement:
 
 
 def required_sparse_topk(window: int, block_queries: int = 1, non_causal: bool = False) -> int:
-    """Index width that a decode needs: ``window`` for plain and MTP decode, ``swa_index_width`` for a non-causal draft block."""
+    """Index width that a decode needs: ``window`` for plain and MTP decode, ``swa_index_width`` for a non-causal draft block.
+
+    Raises ArgumentError (out of range), ArgumentDtypeError (not an integer).
+    """
     where = "required_sparse_topk"
     window, block_queries = _positive(where, "window", window), _positive(where, "block_queries", block_queries)
     return swa_index_width(window, block_queries) if non_causal else window
@@ -104,6 +107,7 @@ def select_sparse_width(entries: int, table: Container[Any], num_q_heads: int | 
     """Smallest width in ``table`` that holds ``entries`` columns, or None when there is none: then the back end cannot serve it.
 
     ``table`` holds widths, or with ``num_q_heads`` pairs ``(heads, width)``; it is asked by membership. Widths are multiples of 64.
+    Raises ArgumentError (out of range), ArgumentDtypeError (not an integer).
     """
     entries = _positive("select_sparse_width", "entries", entries)
     for width in range(-(-entries // _WIDTH_STEP) * _WIDTH_STEP, _MAX_WIDTH + 1, _WIDTH_STEP):
@@ -304,7 +308,10 @@ GATES: dict[str, Callable[..., list[Requirement]]] = {
 
 
 def explain(gate: str, *args: Any, **kwargs: Any) -> str:
-    """The requirements of a gate of :data:`GATES` as a table, met or not: ``explain("sparse_mla_decode", 64, 192, (12, 0))``."""
+    """The requirements of a gate of :data:`GATES` as a table, met or not: ``explain("sparse_mla_decode", 64, 192, (12, 0))``.
+
+    Raises ArgumentError (unknown gate), and what the gate raises for its arguments.
+    """
     if gate not in GATES:
         raise ArgumentError("explain", "gate", "one of " + ", ".join(map(repr, GATES)), repr(gate))
     rows = GATES[gate](*args, **kwargs)

@@ -161,13 +161,19 @@ def prepare_dflash_inputs(
 
 
 def round_to_capture_size(num_tokens: int, capture_sizes: Sequence[int]) -> int:
-    """The smallest capture size that holds ``num_tokens``; ``num_tokens`` itself past the largest (run eagerly, exact size)."""
+    """The smallest capture size that holds ``num_tokens``; ``num_tokens`` itself past the largest (run eagerly, exact size).
+
+    Raises ArgumentError (out of range), ArgumentDtypeError (not an integer).
+    """
     _checks.integer("round_to_capture_size", "num_tokens", num_tokens, 0)
     return min((size for size in capture_sizes if size >= num_tokens), default=num_tokens)
 
 
 def draft_buffer_tokens(max_num_seqs: int, block_queries: int, capture_sizes: Sequence[int]) -> int:
-    """Rows that persistent query buffers need: the full batch, and every capture size, which may lie past it."""
+    """Rows that persistent query buffers need: the full batch, and every capture size, which may lie past it.
+
+    Raises ArgumentError (out of range), ArgumentDtypeError (not an integer).
+    """
     _checks.integer("draft_buffer_tokens", "max_num_seqs", max_num_seqs, 1)
     _checks.integer("draft_buffer_tokens", "block_queries", block_queries, 1)
     return max(max_num_seqs * block_queries, *capture_sizes, 0)
@@ -178,6 +184,7 @@ def capture_query_lens(num_tokens: int, block_queries: int, max_num_seqs: int) -
 
     A draft batch has ``block_queries`` rows a request, so the number of requests follows from the tokens, never from
     ``max_num_seqs``, which only limits it.
+    Raises ArgumentError (out of range), ArgumentDtypeError (not an integer).
     """
     where = "capture_query_lens"
     _checks.integer(where, "block_queries", block_queries, 1)

@@ -442,6 +442,7 @@ class GraphPool:
     ) -> GraphStep:
         """A step of this pool. ``inputs``: its inputs by name, in the order of its arguments. ``lane``: whose scratch its ops use, where they are
         not bound to another. ``max_size``: calls between the largest capture size and this run without a graph (default: they are refused).
+        Raises ArgumentError (a name that is taken, sizes below 1 or none), LaneError (a lane past the largest).
         """
         if name in self.steps:
             raise ArgumentError("GraphPool.step", "name", f"a new name (there are {', '.join(self.steps)})", name)

@@ -90,7 +90,10 @@ def kv_cache_gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def kv_page_bytes(block_size: int, align: int = 1) -> int:
-    """Bytes of an FP8 page of ``block_size`` tokens, rounded up to a multiple of ``align`` (64 tokens: 37376; 576-aligned: 37440)."""
+    """Bytes of an FP8 page of ``block_size`` tokens, rounded up to a multiple of ``align`` (64 tokens: 37376; 576-aligned: 37440).
+
+    Raises ArgumentError (out of range), ArgumentDtypeError (not an integer).
+    """
     _checks.integer("kv_page_bytes", "block_size", block_size, 1)
     _checks.integer("kv_page_bytes", "align", align, 1)
     return -(-block_size * TOKEN_BYTES // align) * align
@@ -100,6 +103,7 @@ def kv_page_offsets(offset: int, block_size: int, row_bytes: int = ROW_BYTES, sc
     """Where token ``offset`` of a planar page stands, in bytes from the start of the page: its data and its scales.
 
     The defaults are the KV rows of this module; an indexer page (128 codes and one fp32 scale a token) is ``128, 4``.
+    Raises ArgumentError (``offset`` outside the page), ArgumentDtypeError (not an integer).
     """
     _checks.integer("kv_page_offsets", "block_size", block_size, 1)
     _checks.integer("kv_page_offsets", "offset", offset, 0, block_size - 1)
@@ -117,6 +121,7 @@ def new_kv_cache(
     """A zeroed cache ``[num_blocks, block_size, 584]`` (uint8) or ``[num_blocks, block_size, 512]`` (floats).
 
     ``page_stride`` (bytes of a uint8 page, elements of a float page) pads every page; the default is a dense page.
+    Raises ArgumentError (another dtype, sizes below 1, ``page_stride`` below a dense page), ArgumentDtypeError.
     """
     where = "new_kv_cache"
     _checks.one_of(where, "dtype", dtype, (torch.uint8, torch.bfloat16, torch.float32))

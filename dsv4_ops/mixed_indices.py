@@ -61,7 +61,10 @@ ROW_ALIGNMENT = 4
 
 
 def mixed_row_width(swa_width: int, topk: int) -> int:
-    """Columns of a mixed row: ``swa_width + topk``, rounded up as a whole so that every row starts on a 16-byte boundary."""
+    """Columns of a mixed row: ``swa_width + topk``, rounded up as a whole so that every row starts on a 16-byte boundary.
+
+    Raises ArgumentError (out of range), ArgumentDtypeError (not an integer).
+    """
     _checks.integer("mixed_row_width", "swa_width", swa_width, 1)
     _checks.integer("mixed_row_width", "topk", topk, 0)
     return (swa_width + topk + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT

@@ -55,14 +55,20 @@ WIDTH_MULTIPLE = 64
 
 
 def swa_index_width(window: int, block_queries: int) -> int:
-    """Columns that the rows of a non-causal draft block need: ``window + block_queries``, rounded up to 64."""
+    """Columns that the rows of a non-causal draft block need: ``window + block_queries``, rounded up to 64.
+
+    Raises ArgumentError (out of range), ArgumentDtypeError (not an integer).
+    """
     _checks.integer("swa_index_width", "window", window, 1)
     _checks.integer("swa_index_width", "block_queries", block_queries, 1)
     return -(-(window + block_queries) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 def decode_swa_width(window: int, block_queries: int = 1, non_causal: bool = False) -> int:
-    """Columns of a decode batch's window rows: the window itself, or ``swa_index_width`` for a non-causal draft block."""
+    """Columns of a decode batch's window rows: the window itself, or ``swa_index_width`` for a non-causal draft block.
+
+    Raises ArgumentError (out of range), ArgumentDtypeError (not an integer).
+    """
     _checks.integer("decode_swa_width", "window", window, 1)
     _checks.integer("decode_swa_width", "block_queries", block_queries, 1)
     return swa_index_width(window, block_queries) if non_causal else window

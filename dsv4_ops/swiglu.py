@@ -322,7 +322,10 @@ class SwiGLUParams:
         return {f"swiglu_{name}": plain(getattr(self, name)) for name in _FIELDS}
 
     def apply(self, gate_up: torch.Tensor, expert_ids: torch.Tensor | None = None, interleaved: bool = False) -> torch.Tensor:
-        """The activation with these parameters; per-expert ones need ``expert_ids`` ``[rows]``."""
+        """The activation with these parameters; per-expert ones need ``expert_ids`` ``[rows]``.
+
+        Raises ArgumentError where these are missing, and what :func:`swiglu` raises.
+        """
         experts = self.num_experts
         if experts is None:
             return swiglu(gate_up, self.alpha, self.beta, self.limit, interleaved)  # type: ignore[arg-type]

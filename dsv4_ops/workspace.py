@@ -185,7 +185,10 @@ def use_workspace_lane(lane: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_workspace_ubatch(ubatch: int) -> Iterator[None]:
-    """Run what is inside as micro-batch ``ubatch``: always ambient, so it is set outside compiled code."""
+    """Run what is inside as micro-batch ``ubatch``: always ambient, so it is set outside compiled code.
+
+    Raises LaneError for a negative ``ubatch``, and while tracing.
+    """
     if torch.compiler.is_compiling():
         raise LaneError("use_workspace_ubatch: a micro-batch is never baked into compiled code. Enter it around the compiled call.")
     if isinstance(ubatch, bool) or not isinstance(ubatch, int) or ubatch < 0:
@@ -198,7 +201,10 @@ def use_workspace_ubatch(ubatch: int) -> Iterator[None]:
 
 
 def current_lane() -> int:
-    """The ambient lane of this thread (0 when none was entered). Not available while tracing: there, lanes are marks."""
+    """The ambient lane of this thread (0 when none was entered). Not available while tracing: there, lanes are marks.
+
+    Raises LaneError while tracing.
+    """
     if torch.compiler.is_compiling():
         raise LaneError("current_lane: lanes are marks on graph nodes while tracing and have no ambient value. Leave the op's lane at -1.")
     lane = _read(_lane)
@@ -269,6 +275,7 @@ def num_workspace_lanes(config: Any) -> int:
     ``config`` is an ``EngineConfig`` or an engine's config with the usual names: a drafter is a ``mode`` other than "plain" or a
     ``speculative_config``; graphs are captured when ``capture_sizes`` (``cudagraph_capture_sizes``, also of a ``compilation_config``)
     is not empty and ``enforce_eager`` is not set. ``draft_capture_sizes``, where present, decides for the drafter alone.
+    Raises LaneError for a config with neither ``mode`` nor ``speculative_config``.
     """
     if not hasattr(config, "mode") and not hasattr(config, "speculative_config"):
         raise LaneError(f"num_workspace_lanes: {type(config).__name__} has neither mode nor speculative_config. Pass the engine's config.")
@@ -498,7 +505,10 @@ class WorkspaceManager:
         return views
 
     def reserve(self, nbytes: int, lane: int | None = None, ubatch: int | None = None) -> None:
-        """Make the slots hold at least ``nbytes`` each: all lanes and ubatches unless named. Call before the first capture."""
+        """Make the slots hold at least ``nbytes`` each: all lanes and ubatches unless named. Call before the first capture.
+
+        Raises WorkspaceError (negative size, or inside a capture), WorkspaceLockedError (would grow under a lock), LaneError.
+        """
         _refuse_tracing()
         if nbytes < 0:
             raise WorkspaceError(f"workspace reserve: nbytes must be at least 0, got {nbytes}.")
@@ -553,7 +563,10 @@ class WorkspaceManager:
                 self._unlocked -= 1
 
     def raise_counts(self, num_lanes: int | None = None, num_ubatches: int | None = None) -> None:
-        """Allow more lanes or ubatches (never fewer). Costs nothing until they are used."""
+        """Allow more lanes or ubatches (never fewer). Costs nothing until they are used.
+
+        Raises LaneError (above ``MAX_LANES``), WorkspaceLockedError.
+        """
         lanes, ubatches = max(self._num_lanes, num_lanes or 0), max(self._num_ubatches, num_ubatches or 0)
         if lanes > MAX_LANES:
             raise LaneError(f"workspace on {self.device}: at most {MAX_LANES} lanes, asked for {lanes}.")
@@ -580,6 +593,7 @@ class WorkspaceManager:
         """Scope of the capture of ``graph``: ``with manager.capture(g), torch.cuda.graph(g): ...``.
 
         Inside, growth is refused. Storage that was there on entry is kept as well, because views of it may be used inside.
+        Raises WorkspaceError inside another capture scope of this thread.
         """
         if getattr(self._scopes, "lease", None) is not None:
             raise WorkspaceError("workspace capture: this thread is already inside a capture scope. Capture one graph at a time.")

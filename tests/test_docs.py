@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -16,6 +18,7 @@ import dsv4_ops
 import dsv4_ops.passes
 from dsv4_ops import _registry, graphs
 from dsv4_ops.testing import replay
+from dsv4_ops.workspace import workspace_manager
 
 ROOT = Path(__file__).resolve().parent.parent
 README, FAULTS = ROOT / "README.md", ROOT / "docs" / "faults.md"
@@ -47,6 +50,9 @@ def test_snippet_with_graphs_holds_when_they_are_replayed(page: Path, code: str,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run(page, code)
     assert recorder.log.count("capture") >= 2
+    monkeypatch.undo()
+    gc.collect()  # pools hold the workspace locked as long as they live
+    assert not workspace_manager("cpu").is_locked
 
 
 # Links
@@ -186,6 +192,36 @@ def test_public_name_has_a_docstring_and_types(name: str) -> None:
         signature = inspect.signature(value)
         untyped = [p.name for p in signature.parameters.values() if p.annotation is inspect.Parameter.empty]
         assert not untyped and signature.return_annotation is not inspect.Signature.empty
+
+
+def methods() -> dict[str, Any]:
+    classes = [*(value for value in PUBLIC.values() if inspect.isclass(value)), *(getattr(graphs, name) for name in graphs.__all__)]
+    return {f"{c.__name__}.{name}": f for c in classes for name, f in vars(c).items() if inspect.isfunction(f) and not name.startswith("_")}
+
+
+CALLABLE = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)} | methods()
+
+
+@pytest.mark.parametrize("name", CALLABLE)
+def test_what_raises_says_so(name: str) -> None:
+    text = inspect.getdoc(CALLABLE[name]) or ""
+    body = inspect.getsource(CALLABLE[name]).split('"""')[-1]
+    if re.search(r"\braise \w+Error|\b_checks\.(integer|tensor|one_of|shape)\(|\b_positive\(", body):
+        assert re.search(r"\bRaises? |\w+Error", text), "raises, and its docstring names no error"
+
+
+def test_version_table_is_what_ci_and_the_recorded_results_have() -> None:
+    rows = re.findall(r"^\| (2\.\d+) \| ([^|]*) \| ([^|]*) \|", README.read_text(), re.M)
+    dev, ci = (ROOT / "dev.py").read_text(), (ROOT / ".ci" / "run").read_text()
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "h200" / "tests.json").read_text())["env"]
+    newest, oldest, gpu = rows
+    assert (newest[1], oldest[1]) == ("CPU", "CPU")
+    assert f'CPU_TORCH = ("torch=={newest[0]}.' in dev
+    assert "python3 dev.py test " in ci
+    assert f'OLD_TORCH = "torch=={oldest[0]}.' in dev
+    assert "python3 dev.py test-old" in ci
+    assert recorded["torch"].startswith(gpu[0] + ".")
+    assert gpu[1] == f"{recorded['gpu']}, CUDA {recorded['cuda']}, Triton {recorded['triton'].rpartition('.')[0]}"
 
 
 def test_readme_says_what_dev_py_does() -> None:

@@ -15,7 +15,7 @@ extra_indices,                                  own
 extra_lens
 attn_sink      fp32 or bf16   [H]               logit that joins the denominator only; None: no sink
 scale          float                            factor of ``q . key``
-lane           int                              workspace lane, -1: the ambient one (unused by this implementation)
+lane           int                              workspace lane of partial results, -1: the ambient one (PyTorch needs none)
 returns out    dtype of q     [T, H, 512]       contiguous
 returns lse    fp32           [T, H]            natural log of the sum of ``exp(scale * q . key)``, without the sink
 =============  =============  ================  ==================================================================
@@ -30,7 +30,7 @@ batch or on other rows. The PyTorch implementation keeps this by multiplying gro
 one padded), in column blocks of a fixed width: every matrix product has the same shape, whatever the batch.
 
 Graph-safe: yes (on a device nothing is read on the host; on a CPU column blocks past every row of a group are skipped, which
-changes no bit). Replaces the sparse decode kernels of attention back ends where none is installed.
+changes no bit). The Triton kernel takes scratch from the workspace: ``_triton/sparse_decode.py``. Replaces the sparse decode kernels of attention back ends where none is installed.
 """
 
 from __future__ import annotations
@@ -257,6 +257,27 @@ def _attend(query: torch.Tensor, segments: list[tuple[torch.Tensor, torch.Tensor
     return out, (largest + total.log()).squeeze(-1)
 
 
+def _triton(
+    q: torch.Tensor,
+    swa_cache: torch.Tensor,
+    swa_indices: torch.Tensor,
+    swa_lens: torch.Tensor,
+    extra_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_lens: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    *,
+    scale: float,
+    lane: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from ._triton import sparse_decode as kernels
+
+    extra = None
+    if extra_cache is not None and extra_indices is not None and extra_lens is not None:
+        extra = (extra_cache, extra_indices, extra_lens)
+    return kernels.sparse_mla_decode(q, (swa_cache, swa_indices, swa_lens), extra, attn_sink, scale, lane)
+
+
 def _fake(
     q: torch.Tensor,
     swa_cache: torch.Tensor,
@@ -354,4 +375,6 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
     yield BadInput("lane 99", args, ArgumentError, "lane must be between -1 and 15, got 99", {**kwargs, "lane": 99})
 
 
-SPARSE_MLA_DECODE.implement(check=_check, reference=_reference, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs, torch_impl=_torch, cpp=("cpu",))
+SPARSE_MLA_DECODE.implement(
+    check=_check, reference=_reference, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs, torch_impl=_torch, triton=_triton, cpp=("cpu",)
+)  # fmt: skip

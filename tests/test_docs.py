@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree
 
 import dsv4_ops
 import dsv4_ops.passes
@@ -147,6 +148,39 @@ def test_fault_leads_from_symptom_to_check(title: str) -> None:
     assert names & set(PUBLIC) or re.search(r"`dsv4_ops\.\w+", here), f"{title}: names nothing of this package"
     assert names <= known, names - known
     assert re.search(r"```python\n.*assert.*```", section[places[3] :], re.S), f"{title}: the check asserts nothing"
+
+
+def spoiled(function: Any) -> Any:
+    """``function`` with another result: numbers too high (in each row by another amount), or nothing done where it returns nothing."""
+
+    def spoil(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            by_row = torch.arange(1, 1 + value.shape[0]).view(-1, *[1] * (value.dim() - 1)) if value.dim() else 1
+            return ~value if value.dtype == torch.bool else (value + by_row).to(value.dtype)
+        return not value if isinstance(value, bool) else value + 1
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if inspect.signature(function).return_annotation == "None":
+            return None
+        return _pytree.tree_map_only((torch.Tensor, int, bool), spoil, function(*args, **kwargs))
+
+    return wrapper
+
+
+CHECKED = [
+    pytest.param(title, name, id=f"{title}-{name}")
+    for title, section in SECTIONS.items()
+    for name in sorted(set(re.findall(r"\b(\w+)\(", "".join(re.findall(r"```python\n(.*?)```", section, re.S)))))
+    if inspect.isfunction(PUBLIC.get(name)) and name not in ("explain", "new_kv_cache")
+]
+
+
+@pytest.mark.parametrize(("title", "name"), CHECKED)
+def test_check_of_a_fault_notices_a_wrong_result(title: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", SECTIONS[title], re.S)
+    monkeypatch.setattr(dsv4_ops, name, spoiled(PUBLIC[name]))
+    with pytest.raises(Exception):  # noqa: B017
+        run(FAULTS, code)
 
 
 def test_every_report_with_a_test_is_on_the_page() -> None:

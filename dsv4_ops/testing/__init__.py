@@ -31,6 +31,7 @@ from .basics import (
     poisoned,
     reference,
     samples,
+    storage_bytes,
 )
 from .cases import Case, ConformanceError, Report, run_cases
 from .dflash import assert_draft_inputs, check_dflash_inputs, dflash_inputs_cases
@@ -79,6 +80,7 @@ __all__ = [
     "run_cases",
     "samples",
     "sparse_decode_cases",
+    "storage_bytes",
     "topk_cases",
     "workspace_cases",
 ]

@@ -16,7 +16,7 @@ import torch
 from .. import _registry
 from .._registry import BadInput, Op, Sample
 
-__all__ = ["TOLERANCES", "BadInput", "Canary", "Op", "Sample", "assert_same", "assert_topk", "canaries", "check_bad_input", "check_fake", "clone_args", "fake_call", "incomplete_ops", "leaves", "ops", "outputs", "poisoned", "reference", "samples"]
+__all__ = ["TOLERANCES", "BadInput", "Canary", "Op", "Sample", "assert_same", "assert_topk", "canaries", "check_bad_input", "check_fake", "clone_args", "fake_call", "incomplete_ops", "leaves", "ops", "outputs", "poisoned", "reference", "samples", "storage_bytes"]
 
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float32: (1e-5, 1e-5),
@@ -65,6 +65,11 @@ def clone_args(sample: Sample) -> Sample:
         return base.as_strided(value.shape, value.stride(), value.storage_offset())
 
     return Sample(sample.label, tuple(copy(a) for a in sample.args), {k: copy(v) for k, v in sample.kwargs.items()})
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all bytes of a tensor's storage, those between its rows included."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).clone()
 
 
 @contextlib.contextmanager

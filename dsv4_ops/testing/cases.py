@@ -8,14 +8,16 @@ what has run: paste it, define ``fn``, and it fails again.
 from __future__ import annotations
 
 import functools
+import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
-from .basics import Op, Sample, clone_args, leaves, ops, outputs, poisoned
+from .basics import Op, Sample, clone_args, leaves, ops, outputs, poisoned, storage_bytes
 
 __all__ = ["Case", "ConformanceError", "Report", "literal", "run_cases"]
 
@@ -26,6 +28,9 @@ EXACT = "torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=Tru
 
 class ConformanceError(AssertionError):
     """A function does not do what the contract says; the text shows which cases, and how to repeat them."""
+
+    reproduction: str = ""
+    """Python that repeats the (one) failing case."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +70,13 @@ class Case:
             warnings.filterwarnings("ignore", message=".*deterministic.*")
             got = fn(*mine.args, **mine.kwargs)
         for name, before, after in self._pairs(mine):
-            if not _same_bytes(before, after):
-                raise self._failure(f"the function wrote to its argument {name}", got)
+            if not torch.equal(storage_bytes(before), storage_bytes(after)):
+                raise self._failure(f"the function wrote to its argument {name}", got, written=name)
         return got
 
     def check(self, got: Any) -> None:
         """Judge a result of this case's call."""
-        if not isinstance(got, dict):
-            found = outputs(got)
-            got = found[0] if len(found) == 1 else found if not hasattr(got, "_fields") else got
-        try:
-            self._judge(got)
-        except AssertionError as error:
-            raise self._failure(str(error), got) from None
+        self._check(got, None)
 
     def run(self, fn: Callable[..., Any]) -> None:
         """Call ``fn`` and judge what it returns; an exception of its own is a failure as well."""
@@ -87,22 +86,50 @@ class Case:
             raise
         except Exception as error:
             raise self._failure(f"{type(error).__name__}: {error}", None) from error
-        self.check(got)
+        self._check(got, fn)
 
-    def reproduction(self) -> str:
-        """Python that calls ``fn``, which it expects to be defined, and raises AssertionError when the answer is wrong."""
+    def reproduction(self, written: str = "", poison: bool = False) -> str:
+        """Python that calls ``fn``, which it expects to be defined, and raises AssertionError when the answer is wrong.
+
+        With ``written``, when the function writes to the argument of that name. With ``poison``, uninitialized memory is a sentinel.
+        """
         lines = [f"# {self.op}: {self.id}", "import torch"]
         names = dict(zip(_argument_names(self.op), self.args, strict=False))
         source, expected = self._input_lines(names), self._expected_line()
         body = "\n".join([source, expected, self.comparison])
-        if "testing." in body.replace("torch.testing.", "") or "dsv4_ops" in body:
+        if "testing." in body.replace("torch.testing.", "") or "dsv4_ops" in body or written or poison:
             lines.append("from dsv4_ops import testing")
         lines.append('inf, nan = float("inf"), float("nan")')
         call = ", ".join([*names, *(f"{name}={name if isinstance(v, torch.Tensor) else literal(v)}" for name, v in self.kwargs.items())])
-        lines += [source, expected, f"got = fn({call})", self.comparison]
+        lines += [source, expected]
+        call = f"with testing.poisoned():\n    got = fn({call})" if poison else f"got = fn({call})"
+        if written:
+            content = f"torch.cat([testing.storage_bytes(t) for t in {written}])" if isinstance(self.inputs[written], list) else f"testing.storage_bytes({written})"
+            lines += [f"before = {content}", call, f"assert torch.equal({content}, before)"]
+        else:
+            lines += [call, self.comparison]
         return "\n".join(line for line in lines if line) + "\n"
 
     # Inside
+
+    def _check(self, got: Any, fn: Callable[..., Any] | None) -> None:
+        if not isinstance(got, dict):
+            found = outputs(got)
+            got = found[0] if len(found) == 1 else found if not hasattr(got, "_fields") else got
+        try:
+            self._judge(got)
+        except AssertionError as error:
+            raise self._failure(str(error), got, poison=fn is not None and self._depends_on_poison(fn, got)) from None
+
+    def _depends_on_poison(self, fn: Callable[..., Any], got: Any) -> bool:
+        """Whether the result differs without poison: then some of it was never written."""
+        mine = clone_args(Sample(self.id, self.args, self.kwargs))
+        try:
+            plain = fn(*mine.args, **mine.kwargs)
+        except Exception:
+            return True
+        pairs = zip(_tensors(got), _tensors(plain), strict=False)
+        return any(a.shape != b.shape or not torch.equal(storage_bytes(a.contiguous()), storage_bytes(b.contiguous())) for a, b in pairs)
 
     def _judge(self, got: Any) -> None:
         from .. import testing
@@ -128,18 +155,21 @@ class Case:
     def _expected_line(self) -> str:
         if "expected" not in self.comparison:
             return ""
-        if sum(len(literal(t)) for t in outputs(self.expected)) <= 4 * _PASTED:
+        if sum(t.numel() for t in outputs(self.expected)) <= 4 * _PASTED and len(literal(self.expected)) <= 4 * _PASTED:
             return f"expected = {literal(self.expected)}"
         call = ", ".join([*dict(zip(_argument_names(self.op), self.args, strict=False)), *(f"{k}={k if isinstance(v, torch.Tensor) else literal(v)}" for k, v in self.kwargs.items())])
         return f"expected = testing.reference({self.op!r})({call})"
 
-    def _failure(self, message: str, got: Any) -> ConformanceError:
+    def _failure(self, message: str, got: Any, written: str = "", poison: bool = False) -> ConformanceError:
         def shown(value: Any) -> str:
-            text = literal(value)
-            return text if len(text) <= 2000 else text[:2000] + " ..."
+            text = literal(value) if sum(t.numel() for t in _tensors(value)) <= _PASTED else repr(value)
+            return text if len(text) <= 4 * _PASTED else text[: 4 * _PASTED] + " ..."
 
         answer = "" if got is None else f"\n\nexpected {shown(self.expected)}\n\ngot      {shown(got)}"
-        return ConformanceError(f"{self.op}: case {self.id!r}: {message}\n\nTo repeat it, define fn and run:\n\n{self.reproduction()}{answer}\n")
+        code = self.reproduction(written, poison)
+        error = ConformanceError(f"{self.op}: case {self.id!r}: {message}\n\nTo repeat it, define fn and run:\n\n{code}{answer}\n")
+        error.reproduction = code
+        return error
 
 
 def from_source(op: str, label: str, source: str, device: torch.device | str, comparison: str = EXACT, *, keywords: Sequence[str] = (), **constants: Any) -> Case:
@@ -262,17 +292,19 @@ def _tensor_literal(tensor: torch.Tensor) -> str:
     if tensor.numel() > 8 and tensor.is_contiguous() and bool((tensor == tensor.flatten()[0]).all()) and tensor.dtype != torch.bool:
         return f"torch.full({list(tensor.shape)}, {_number(tensor.flatten()[0].item(), tensor.dtype)}, {options})"
     spelled = _spelled(tensor)
-    if tensor.is_contiguous() and spelled == tensor.numel():
+    if spelled == tensor.numel() and tensor.stride() == torch.empty(tensor.shape, device="meta").stride():
         return f"torch.tensor({_nested(tensor)}, {options})"
     base = tensor.as_strided((spelled,), (1,), 0)
     return f"torch.tensor({_nested(base)}, {options}).as_strided({list(tensor.shape)}, {list(tensor.stride())}, {tensor.storage_offset()})"
 
 
 def _spelled(tensor: torch.Tensor) -> int:
-    """Elements of the storage up to the last one that the tensor reaches."""
+    """Elements of the storage that a literal holds: up to the last one that the tensor reaches, or all where few more follow."""
     if tensor.numel() == 0:
         return 0
-    return int(tensor.storage_offset()) + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    reached = int(tensor.storage_offset()) + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    stored = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return stored if stored <= reached + 64 else reached
 
 
 def _nested(tensor: torch.Tensor) -> str:
@@ -313,18 +345,24 @@ def _number(value: Any, dtype: torch.dtype) -> str:
         return "inf" if value > 0 else "-inf"
     if dtype in (torch.float64, torch.complex128):
         return repr(value)
-    exact = torch.tensor(value, dtype=dtype)
     for digits in range(1, 10):
         text = f"{value:.{digits}g}"
-        if bool(torch.tensor(float(text), dtype=dtype) == exact):
+        if _rounded(float(text), dtype) == value:
             return text if any(c in text for c in ".e") else text + ".0"
     return repr(value)
 
 
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.numel() == 0:
-        return True
-    return bool(torch.equal(*(torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in (a, b))))
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    if dtype != torch.float32:
+        return float(torch.tensor(value, dtype=dtype))
+    try:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:  # rounds up to infinity
+        return float("inf")
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @functools.cache

@@ -6,6 +6,7 @@ where it has one, ``capture(graph)``. Each case is a plain function: its source 
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import itertools
@@ -37,13 +38,15 @@ class WorkspaceCase:
             self.function(make)
         except Exception as error:
             what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-            raise ConformanceError(f"workspace: case {self.id!r}: {what}\n\nTo repeat it, define make and run:\n\n{self.reproduction()}") from error
+            failure = ConformanceError(f"workspace: case {self.id!r}: {what}\n\nTo repeat it, define make and run:\n\n{self.reproduction()}")
+            failure.reproduction = self.reproduction()
+            raise failure from error
 
     def reproduction(self) -> str:
         """Python that expects ``make()`` to give a new manager, and raises when the manager is wrong."""
         source = textwrap.dedent(inspect.getsource(self.function)).replace("make: Make", "make").replace(" -> None:", ":")
         helpers = "".join(inspect.getsource(helper) + "\n\n" for helper in (_Graph, _refused) if helper.__name__ in source)
-        return f"# workspace: {self.id}\nimport gc, itertools, threading\nfrom collections.abc import Callable\n\nimport torch\n\n\n{helpers}{source}\n\n{self.function.__name__}(make)\n"
+        return f"# workspace: {self.id}\nimport functools, gc, itertools, threading\nfrom collections.abc import Callable\n\nimport torch\n\n\n{helpers}{source}\n\n{self.function.__name__}(make)\n"
 
 
 class _Graph:
@@ -136,7 +139,7 @@ def a_lock_covers_the_ubatch_that_warm_up_did_not_use(make: Make) -> None:
 def lanes_that_do_not_exist_are_refused(make: Make) -> None:
     manager = make()
     for lane in (2, 15, -2):
-        _refused(lambda lane=lane: manager.get(((8,), torch.uint8), lane=lane))
+        _refused(functools.partial(manager.get, ((8,), torch.uint8), lane=lane))
 
 
 def scratch_of_a_captured_graph_outlives_growth(make: Make) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import importlib.util
+import inspect
 import platform
 import sys
 import time
@@ -102,7 +103,7 @@ def replaced_ops_table(text: str, name: str = "the page") -> str:
 
 
 def op_text(name: str) -> str:
-    """All about one op: its file's docstring with the argument table, schema, both ways to call it, one call that runs.
+    """All about one op: its file's docstring with the argument table, what it returns and raises, schema, both ways to call it, one call that runs.
 
     Raises ValueError, naming near matches, when there is no such op.
     """
@@ -117,6 +118,10 @@ def op_text(name: str) -> str:
     if op.out_names:
         calls.append(f"torch.ops.dsv4_ops.{op.name}.out(..., {', '.join(f'{o}=buffer' for o in op.out_names)})   # writes your buffers, returns nothing")
     safe = "yes" if op.graph_safe else f"no: {op.graph_note}"
+    function = getattr(sys.modules[str(__package__)], op.name, None)
+    about = [line for line in (inspect.getdoc(function) or "").splitlines() if function is not None and not line.startswith("Arguments: ``")]
+    if about:
+        doc += f"\n\n{op.name}\n\n" + "\n".join(about).strip()
     return f"{doc}\n\nschema      {op.schema}\nfile        dsv4_ops/{op.family}.py\nCUDA graph  {safe}\n\ncalls\n" + "".join(f"  {c}\n" for c in calls) + f"\nexample (values are placeholders, shapes are right)\n{op_example(op)}"
 
 

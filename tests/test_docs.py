@@ -17,7 +17,7 @@ from torch.utils import _pytree
 
 import dsv4_ops
 import dsv4_ops.passes
-from dsv4_ops import _registry, graphs
+from dsv4_ops import _registry, doctor, graphs
 from dsv4_ops.testing import replay
 from dsv4_ops.workspace import workspace_manager
 
@@ -216,6 +216,8 @@ def test_ops_docstring_is_a_reference(name: str) -> None:
     absent = [p for p in inspect.signature(function).parameters if not re.search(rf"\b{p}\b", table)]
     assert not absent, f"the argument table of {function.__module__} lacks {absent}"
     assert "Graph-safe: " in table and "Replaces " in table
+    shown = doctor.op_text(name)
+    assert "Raises " in shown and text.splitlines()[0] in shown, "python -m dsv4_ops ops does not show it"
 
 
 @pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if inspect.isfunction(value) or inspect.isclass(value)])

@@ -3,8 +3,8 @@
 #
 # Builds in place with the interpreter named by PYTHON (default python3), runs the topics (default: all) and writes
 # benchmarks/results/<gpu>/<topic>.json. RESULTS_DIR writes elsewhere, PEERS_DIR names a folder with peers to measure beside
-# (topk, kernels), COMMIT names the commit where the checkout came without its history.
-# Topics: tests, topk, kernels, sampling, lanes, sanitizer, engine (left out when none is named; it also runs without a GPU: python -m benchmarks.engine).
+# (topk, kernels, attention), COMMIT names the commit where the checkout came without its history.
+# Topics: tests, topk, kernels, sampling, attention, lanes, sanitizer, engine (left out when none is named; it also runs without a GPU: python -m benchmarks.engine).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHON="${PYTHON:-python3}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -13,7 +13,7 @@ export CC=/usr/bin/gcc CXX=/usr/bin/g++
 "$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device: this script measures a GPU"'
 
 DSV4_OPS_BUILD=require "$PYTHON" setup.py -q build_ext --inplace
-if [ $# -eq 0 ]; then set -- tests topk kernels sampling lanes sanitizer; fi
+if [ $# -eq 0 ]; then set -- tests topk kernels sampling attention lanes sanitizer; fi
 failed=""
 for topic in "$@"; do
     "$PYTHON" -m benchmarks."$topic" || failed="$failed $topic"

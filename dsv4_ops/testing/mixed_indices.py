@@ -53,6 +53,15 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     "a length past the storage": ("decode_swa_lens = i32([2**31 - 1, -1])", {}),
     "blocks past 2**24": ("compressed_block_table = compressed_block_table + 2**29\nblock_table = block_table + 2**28", {}),
 }
+_ALONE = "prefill_topk_indices, positions, token_to_req_indices, is_valid_token = prefill_topk_indices[:0], positions[:2], token_to_req_indices[:2], is_valid_token[:2]\n"
+SOURCES |= {
+    "decode rows alone": (_ALONE, {}),
+    "block rows alone run past the window": (_ALONE + SOURCES["block rows run past the window"][0], {}),
+    "block rows alone, short histories": (_ALONE + "decode_swa_indices, decode_swa_lens = i32([[20, 21, 22, 23, 28, -1, -1, -1], [12, -1, -1, -1, -1, -1, -1, -1]]), i32([5, 1])", {}),
+    "block rows alone, a padding token": (_ALONE + "is_valid_token = torch.tensor([True, False], device=device)", {}),
+}
+# Each again where the window is as wide as its storage: then a causal row has no column between its window and its records.
+SOURCES |= {f"{label}; window as wide as its storage": (more, {**sizes, "window": 8}) for label, (more, sizes) in SOURCES.items() if "window" not in sizes}
 
 
 def _rows(case: Case) -> Any:

@@ -31,8 +31,8 @@ ON_CUDA = LAUNCHED if torch.cuda.is_available() else NO_GPU
 SEEDS = 3
 EXP = "every machine has an exponential of its own: a bf16 result may be its neighbour. What fp32 results keep is in test_swiglu_cuda.py"
 TOLERANT: dict[str, tuple[float, float, str]] = dict.fromkeys(("swiglu", "swiglu_per_expert"), (2**-7, 1e-36, EXP))
-BF16_WEIGHTS = "weights of keys are rounded to bf16 for their product (2**-9 each), as are outputs. What fp32 calls keep is in test_sparse_decode.py"
-TOLERANT["sparse_mla_decode"] = (2**-7, 2**-7, BF16_WEIGHTS)
+BF16_WEIGHTS = "weights of keys are rounded to bf16 for their product (2**-8 of keys up to 5), as are outputs. What fp32 calls keep is in test_sparse_decode.py"
+TOLERANT["sparse_mla_decode"] = (2**-7, 2**-6, BF16_WEIGHTS)
 """Ops whose kernel rounds otherwise than the reference: (rtol, atol) of its floating-point results, and why. Others give the same bits."""
 
 QUADS = "logits whose rows start on 16 bytes are loaded four at a time: it follows from the vocabulary and the allocation, not from a count"
@@ -43,6 +43,10 @@ SPECIALIZED |= dict.fromkeys(("attend_kernel.SWA_ALIGNMENT", "attend_kernel.EXTR
 
 Elements of a tuple always do: ``do_not_specialize`` does not reach them.
 """
+
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Shared memory that a block may have, by compute capability."""
 
 
 # ---- the comparison: runs in the interpreter's process ---------------------------------------------------------------
@@ -292,7 +296,9 @@ def compile_for(found: Sequence[Compiled], capability: int) -> None:
         special = [None if one.signature[p] == "constexpr" else one.special[p] for p in one.signature]
         divisible = find_paths_if(special, lambda _, known: known == "D")
         attributes = {path: [["tt.divisibility", 16]] for path in divisible if "D" in get_iterable_path(special, path)}
-        triton_compile(ASTSource(kernel, one.signature, one.constants, attributes), target=GPUTarget("cuda", capability, 32), options=dict(one.options))
+        made = triton_compile(ASTSource(kernel, one.signature, one.constants, attributes), target=GPUTarget("cuda", capability, 32), options=dict(one.options))
+        assert "trap;" not in made.asm["ptx"], f"{one.kernel}: the compiler made a trap of it"
+        assert made.metadata.shared <= SHARED_BYTES[capability], f"{one.kernel}: {made.metadata.shared} bytes of shared memory"
 
 
 # ---- every launcher --------------------------------------------------------------------------------------------------

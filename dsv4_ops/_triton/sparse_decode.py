@@ -27,7 +27,7 @@ EXACT = (16, 16, 4)
 COMBINE_WARPS = 4
 MAX_SPLITS = 16
 ONE_LAUNCH_TILES = 2
-"""Tiles that one program works through rather than have a second launch combine them."""
+"""Tiles of a call without a second segment that one program works through, rather than have a second launch combine them."""
 SCRATCH_BYTES = 64 << 20
 
 _HEAD_DIM = tl.constexpr(HEAD_DIM)
@@ -204,20 +204,21 @@ def _store_part(row, part, factor, keep, live, FIRST: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def _store(top, total, o0, o1, o2, o3, out_ptr, lse_ptr, sink_ptr, sink_stride, partial_ptr, level_ptr, token, partial, head, HEADS: tl.constexpr,
+def _store(top, total, o0, o1, o2, o3, out_ptr, lse_ptr, sink_ptr, sink_stride, partial_ptr, top_ptr, total_ptr, token, partial, head, HEADS: tl.constexpr,
            SPLITS: tl.constexpr, SINK: tl.constexpr):  # fmt: skip
-    """The result of the only split, or one of several: outputs normalized by its own keys and their lse, zeros and -inf without a key."""
+    """The result of the only split, or the sums of one of several: zeros and -inf without a key."""
     live = head < HEADS
     keep = total != 0.0
-    divisor = tl.where(keep, total, 1.0)
-    level = tl.where(keep, top + tl.log2(divisor), -_INFINITY)
     if SPLITS == 1:
+        divisor = tl.where(keep, total, 1.0)
+        level = tl.where(keep, top + tl.log2(divisor), -_INFINITY)
         tl.store(lse_ptr + token * HEADS + head, level * _LN_2, mask=live)
         factor = _share(level, sink_ptr, head * sink_stride, live, SINK) / divisor
         row = out_ptr + (token * HEADS + head) * _HEAD_DIM
     else:
-        tl.store(level_ptr + partial * HEADS + head, level, mask=live)
-        factor = 1.0 / divisor
+        tl.store(top_ptr + partial * HEADS + head, tl.where(keep, top, -_INFINITY), mask=live)
+        tl.store(total_ptr + partial * HEADS + head, total, mask=live)
+        factor = tl.where(keep, 1.0, 0.0)
         row = partial_ptr + (partial * HEADS + head) * _HEAD_DIM
     _store_part(row, o0, factor, keep, live, 0, 256)
     _store_part(row, o1, factor, keep, live, 256, 128)
@@ -225,12 +226,13 @@ def _store(top, total, o0, o1, o2, o3, out_ptr, lse_ptr, sink_ptr, sink_stride, 
     _store_part(row, o3, factor, keep, live, 448, 64)
 
 
-@compile_once(aligned=("out_ptr", "lse_ptr", "partial_ptr", "level_ptr"))
+@compile_once(aligned=("out_ptr", "lse_ptr", "partial_ptr", "top_ptr", "total_ptr"))
 def attend_kernel(
     out_ptr,
     lse_ptr,
     partial_ptr,
-    level_ptr,
+    top_ptr,
+    total_ptr,
     q_ptr,
     swa_ptr,
     swa_indices_ptr,
@@ -285,37 +287,40 @@ def attend_kernel(
             q_row, live, swa_ptr, swa_page_stride, swa_slots_end, swa_indices_ptr, swa_lens_ptr, token, swa_indices_stride, swa_lens_stride, split, log2_scale,
             SWA_WIDTH, SWA_BLOCK_SIZE, SWA_ALIGNMENT, Q_ALIGNMENT, KEYS, TILES, PRODUCTS,
         )  # fmt: skip
-        _store(top, total, o0, o1, o2, o3, out_ptr, lse_ptr, sink_ptr, sink_stride, partial_ptr, level_ptr, token, partial, head, HEADS, SPLITS, SINK)
+        _store(top, total, o0, o1, o2, o3, out_ptr, lse_ptr, sink_ptr, sink_stride, partial_ptr, top_ptr, total_ptr, token, partial, head, HEADS, SPLITS, SINK)
     else:
         top, total, o0, o1, o2, o3 = _attend(
             q_row, live, extra_ptr, extra_page_stride, extra_slots_end, extra_indices_ptr, extra_lens_ptr, token, extra_indices_stride, extra_lens_stride,
             split - SWA_SPLITS, log2_scale, EXTRA_WIDTH, EXTRA_BLOCK_SIZE, EXTRA_ALIGNMENT, Q_ALIGNMENT, KEYS, TILES, PRODUCTS,
         )  # fmt: skip
-        _store(top, total, o0, o1, o2, o3, out_ptr, lse_ptr, sink_ptr, sink_stride, partial_ptr, level_ptr, token, partial, head, HEADS, SPLITS, SINK)
+        _store(top, total, o0, o1, o2, o3, out_ptr, lse_ptr, sink_ptr, sink_stride, partial_ptr, top_ptr, total_ptr, token, partial, head, HEADS, SPLITS, SINK)
 
 
-@compile_once(aligned=("out_ptr", "lse_ptr", "partial_ptr", "level_ptr"))
+@compile_once(aligned=("out_ptr", "lse_ptr", "partial_ptr", "top_ptr", "total_ptr"))
 def combine_kernel(
-    out_ptr, lse_ptr, partial_ptr, level_ptr, sink_ptr, start, sink_stride, HEADS: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr, SINK: tl.constexpr
+    out_ptr, lse_ptr, partial_ptr, top_ptr, total_ptr, sink_ptr, start, sink_stride,
+    HEADS: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     slice_token = (tl.program_id(0) // HEADS).to(tl.int64)
     split, column = tl.arange(0, LANES), tl.arange(0, _HEAD_DIM)
     partial = (slice_token * SPLITS + split) * HEADS + head
     here = split < SPLITS
-    # Outputs of splits without a key were stored as zeros, so that these loads need not wait for the levels.
-    level = tl.load(level_ptr + partial, mask=here, other=-_INFINITY)
-    values = tl.load(partial_ptr + partial[:, None] * _HEAD_DIM + column[None, :], mask=here[:, None], other=0.0)
-    top = tl.max(level, 0)
-    finite = tl.where(top == -_INFINITY, 0.0, top)
-    weights = tl.exp2(level - finite)
-    total = tl.sum(weights, 0)
-    keep = total != 0.0
-    divisor = tl.where(keep, total, 1.0)
-    level = tl.where(keep, finite + tl.log2(divisor), -_INFINITY)
-    factor = _share(level, sink_ptr, head * sink_stride, True, SINK) / divisor
+    # Sums of splits without a key were stored as zeros, so that these loads need not wait for one another.
+    tops = tl.load(top_ptr + partial, mask=here, other=-_INFINITY)
+    totals = tl.load(total_ptr + partial, mask=here, other=0.0)
+    sums = tl.load(partial_ptr + partial[:, None] * _HEAD_DIM + column[None, :], mask=here[:, None], other=0.0)
+    top = tl.max(tops, 0)
+    top = tl.where(top == -_INFINITY, 0.0, top)
+    weights = tl.exp2(tops - top)
+    total = tl.sum(weights * totals, 0)
+    level = tl.where(total == 0.0, -_INFINITY, top + tl.log2(tl.where(total == 0.0, 1.0, total)))
+    # The divisor is added up a second time, in the order of the dividend: keys that are all the same come out as they are.
+    divisor = tl.sum(tl.broadcast_to((weights * totals)[:, None], [LANES, _HEAD_DIM]), 0)
+    result = tl.div_rn(tl.sum(weights[:, None] * sums, 0), tl.where(divisor == 0.0, 1.0, divisor))
+    result *= _share(level, sink_ptr, head * sink_stride, True, SINK)
     row = (start + slice_token) * HEADS + head
-    tl.store(out_ptr + row * _HEAD_DIM + column, (tl.sum(values * weights[:, None], 0) * factor).to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + row * _HEAD_DIM + column, result.to(out_ptr.dtype.element_ty))
     tl.store(lse_ptr + row, level * _LN_2)
 
 
@@ -363,11 +368,13 @@ def sparse_mla_decode(
     if extra_splits == 0:
         swa_splits = max(swa_splits, 1)  # without a column, one program writes that there is no key
     splits = swa_splits + extra_splits
-    at_once, partial, level = tokens, out, lse
+    at_once, partial, top, total = tokens, out, lse, lse
     if splits > 1:
         at_once = min(tokens, max(1, SCRATCH_BYTES // (splits * heads * HEAD_DIM * 4)))
         shape = (at_once, splits, heads)
-        partial, level = workspace_manager(q.device).get(((*shape, HEAD_DIM), torch.float32), (shape, torch.float32), lane=lane, op="sparse_mla_decode")
+        partial, top, total = workspace_manager(q.device).get(
+            ((*shape, HEAD_DIM), torch.float32), (shape, torch.float32), (shape, torch.float32), lane=lane, op="sparse_mla_decode"
+        )
     sink = lse if attn_sink is None else attn_sink
     strides: list[int] = []
     for cache, indices, lens in (swa, second):
@@ -377,14 +384,14 @@ def sparse_mla_decode(
     for start in range(0, tokens, at_once):
         rows = min(at_once, tokens - start)
         launch(
-            attend_kernel, rows * blocks * splits, q.device, out, lse, partial, level, q, *swa, *second, sink, scale, start, *q_strides, *strides, sink.stride(0),
+            attend_kernel, rows * blocks * splits, q.device, out, lse, partial, top, total, q, *swa, *second, sink, scale, start, *q_strides, *strides, sink.stride(0),
             BLOCK=block, KEYS=keys, TILES=tiles, SWA_SPLITS=swa_splits, SWA_WIDTH=swa[1].shape[1], SWA_BLOCK_SIZE=swa[0].shape[1],
             SWA_ALIGNMENT=_alignment(swa[0], swa[0].stride(0)), EXTRA_WIDTH=second[1].shape[1], EXTRA_BLOCK_SIZE=second[0].shape[1],
             EXTRA_ALIGNMENT=_alignment(second[0], second[0].stride(0)), Q_ALIGNMENT=_alignment(q, *q_strides), EXACT=exact, num_warps=warps, num_stages=1, **shared,
         )  # fmt: skip
         if splits > 1:
             launch(
-                combine_kernel, rows * heads, q.device, out, lse, partial, level, sink, start, sink.stride(0),
+                combine_kernel, rows * heads, q.device, out, lse, partial, top, total, sink, start, sink.stride(0),
                 LANES=triton.next_power_of_2(splits), num_warps=COMBINE_WARPS, **shared,
             )  # fmt: skip
     return out, lse

@@ -1,0 +1,148 @@
+"""The Triton kernels of sparse MLA decode on a GPU: random calls, bits in any batch, graphs, memory that they leave alone.
+
+The checks of rows and bits are those that test_sparse_decode.py runs interpreted; samples: test_triton.py and test_every_op.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_ops import sparse_mla_decode, testing, use_workspace_lane
+from dsv4_ops.sparse_decode import SPARSE_MLA_DECODE
+from dsv4_ops.testing import Canary
+from tests.test_sparse_decode import BIT_CASES, batch, bits, draw_calls, filled, known_rows, launched, poison, row_bits, rows
+from tests.test_triton import needs_triton
+
+pytestmark = [needs_triton, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+SERVED = [(64, (128, 512)), (128, (128, 512)), (64, (133, 0)), (128, (128, 0)), (8, (192, 128))]
+
+
+def served(tokens: int, heads: int, widths: tuple[int, int], seed: int = 0) -> list[torch.Tensor]:
+    return batch(tokens, heads, widths, torch.uint8, torch.bfloat16, "cuda", seed)
+
+
+def test_cuda_calls_are_served_by_triton() -> None:
+    assert SPARSE_MLA_DECODE.backends["cuda"] == "triton"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_500_random_calls_match_the_reference(seed: int) -> None:
+    """Over all seeds."""
+    draw_calls("cuda", 50, 20, seed)
+
+
+@pytest.mark.parametrize("case", [*BIT_CASES, *((heads, "uint8", "bfloat16", widths) for heads, widths in SERVED)])
+def test_a_row_has_the_same_bits_in_any_batch(case: tuple[int, str, str, tuple[int, int]]) -> None:
+    row_bits("cuda", *case)
+
+
+@pytest.mark.parametrize(("heads", "widths"), SERVED)
+def test_bits_of_large_batches_are_those_of_single_rows(heads: int, widths: tuple[int, int]) -> None:
+    arguments = served(300, heads, widths)
+    whole = bits(launched(*arguments, scale=0.05))
+    for first, count in ((0, 1), (299, 1), (17, 2), (40, 8), (100, 33), (0, 128)):
+        index = torch.arange(first, first + count, device="cuda")
+        for part, full in zip(bits(launched(*rows(arguments, index), scale=0.05)), whole, strict=True):
+            assert torch.equal(part, full[index]), (first, count)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(bits(launched(*arguments, scale=0.05)), whole, strict=True)), "another run"
+
+
+@pytest.mark.parametrize("check", [known_rows, poison])
+def test_rows_that_need_no_oracle(check: Any) -> None:
+    check("cuda")
+
+
+@pytest.mark.parametrize(("heads", "widths"), SERVED)
+def test_error_at_served_sizes(heads: int, widths: tuple[int, int]) -> None:
+    """Of the whole output: a few thousandths, what bf16 weights and a bf16 result cost."""
+    arguments = served(16, heads, widths)
+    out, lse = launched(*arguments, scale=512**-0.5)
+    right, right_lse = SPARSE_MLA_DECODE.reference(*arguments, scale=512**-0.5)
+    assert float((out.double() - right.double()).norm() / right.double().norm()) < 5e-3
+    torch.testing.assert_close(lse, right_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "widths"), SERVED)
+def test_captured_once_replayed_on_other_inputs(heads: int, widths: tuple[int, int]) -> None:
+    first, *others = (served(9, heads, widths, seed) for seed in range(4))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        sparse_mla_decode(*first, scale=0.05)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = sparse_mla_decode(*first, scale=0.05)
+    for other in others:
+        expected = bits(sparse_mla_decode(*other, scale=0.05))
+        for mine, theirs in zip(first, other, strict=True):
+            mine.copy_(theirs)
+        for _ in range(3):
+            for result in results:
+                result.fill_(-7)
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(bits(results), expected, strict=True))
+
+
+def test_two_streams_in_two_lanes_do_not_disturb_each_other() -> None:
+    calls = [served(8, 64, (128, 512), seed) for seed in (0, 1)]
+    expected = [bits(sparse_mla_decode(*call, scale=0.05)) for call in calls]
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream), use_workspace_lane(i):
+                results.append((i, sparse_mla_decode(*calls[i], scale=0.05)))
+    torch.cuda.synchronize()
+    for i, result in results:
+        assert all(torch.equal(a, b) for a, b in zip(bits(result), expected[i], strict=True))
+
+
+@pytest.mark.parametrize(("heads", "widths"), SERVED)
+def test_memory_around_the_arguments_is_left_alone(heads: int, widths: tuple[int, int]) -> None:
+    arguments = served(5, heads, widths)
+    expected = bits(launched(*arguments, scale=0.05))
+    guarded = [Canary(argument) for argument in arguments]
+    for canary, argument in zip(guarded, arguments, strict=True):
+        canary.view.copy_(argument)
+    with testing.poisoned():
+        actual = bits(launched(*(canary.view for canary in guarded), scale=0.05))
+    torch.cuda.synchronize()
+    for canary, argument in zip(guarded, arguments, strict=True):
+        canary.check()
+        assert torch.equal(canary.view.view(torch.uint8), argument.contiguous().view(torch.uint8))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("pad", [6, 8])
+@pytest.mark.parametrize("block_size", [3, 64])
+def test_pages_of_any_stride_give_the_same_bits(pad: int, block_size: int) -> None:
+    """Single-byte and 8-byte loads of what packed pages load more widely."""
+    generator = torch.Generator().manual_seed(0)
+    packed = filled(3, block_size, torch.uint8, generator, device="cuda")
+    padded = torch.zeros(3, packed.stride(0) + pad, dtype=torch.uint8, device="cuda").as_strided(packed.shape, (packed.stride(0) + pad, 584, 1))
+    padded.copy_(packed)
+    q = torch.randn(4, 64, 512, device="cuda").bfloat16()
+    indices = torch.randint(-1, 3 * block_size, (4, 160), dtype=torch.int32, device="cuda")
+    lens = torch.tensor([160, 1, 77, 0], device="cuda")
+    one, other = (bits(launched(q, cache, indices, lens, scale=0.05)) for cache in (packed, padded))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_counts_of_tokens_compile_nothing_new() -> None:
+    from dsv4_ops._triton import sparse_decode as kernels
+
+    def compiled() -> list[int]:
+        device = torch.cuda.current_device()
+        return [len(kernel.device_caches[device][0]) for kernel in (kernels.attend_kernel, kernels.combine_kernel)]
+
+    launched(*served(3, 64, (128, 512)), scale=0.05)
+    before = compiled()
+    for tokens in (1, 2, 16, 17, 130):
+        launched(*served(tokens, 64, (128, 512)), scale=0.05)
+    assert compiled() == before

@@ -85,6 +85,8 @@ def sparse_mla_decode(
 
     Raises ArgumentShapeError, ArgumentDtypeError, ArgumentDeviceError, and ArgumentError when some but not all of
     ``extra_cache``, ``extra_indices``, ``extra_lens`` are given.
+
+    Arguments: ``python -m dsv4_ops ops sparse_mla_decode``.
     """
     return SparseMLADecodeOutput(
         *SPARSE_MLA_DECODE(q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, attn_sink, scale=scale, lane=lane)

@@ -199,10 +199,7 @@ def test_every_section_is_in_the_table_at_the_top() -> None:
 OP_FUNCTIONS = [op.name for op in _registry.ops()]
 
 
-LACKING = pytest.param("sparse_mla_decode", marks=pytest.mark.xfail(reason="its docstring names no argument table yet"))
-
-
-@pytest.mark.parametrize("name", [LACKING if name == "sparse_mla_decode" else name for name in OP_FUNCTIONS])
+@pytest.mark.parametrize("name", OP_FUNCTIONS)
 def test_ops_docstring_is_a_reference(name: str) -> None:
     function = PUBLIC[name]
     text = inspect.getdoc(function) or ""

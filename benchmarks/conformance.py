@@ -6,13 +6,13 @@ is judged by the contract, then by the relaxations of LADDERS, one after the oth
 
 =============  =========================================================================================================
 ``verdict``    ``contract``; the relaxation that it needs (``order any``); ``wrong``; ``raises``; ``hangs``; ``crashes``;
-               ``not called`` (outside what the peer takes, ``why`` says in what); ``not run`` (after too many hangs)
+               ``not called`` (outside what the peer takes, ``why`` says in what); ``not run``, ``not loaded`` (``message`` says why)
 ``in_range``   whether lengths, ids and positions of the case are in range, and its block tables full
 ``message``    what differs: from the contract, or for ``wrong`` from the most relaxed judgement
 =============  =========================================================================================================
 
-A provider runs in a process of its own, which is killed when a case takes longer than CASE_S seconds (20): a kernel that waits for
-ever is a result. Runs after that go on with the next case. CONFORMANCE_PROVIDERS (separated by semicolons) narrows the run;
+A provider runs in a process of its own, which is killed when a case takes longer than CASE_S seconds (15): a kernel that waits for
+ever is a result. Then another process goes on with the next case, RESTARTS times at most. CONFORMANCE_PROVIDERS (separated by semicolons) narrows the run;
 CONFORMANCE_DEVICE=cpu is for peers that run there (Triton's interpreter).
 """
 
@@ -41,7 +41,7 @@ from dsv4_ops.testing import Case, ConformanceError
 from . import results
 
 DEVICE = os.environ.get("CONFORMANCE_DEVICE", "cuda")
-CASE_S, START_S, HANGS = float(os.environ.get("CASE_S", "20")), 180.0, 3
+CASE_S, START_S, RESTARTS = float(os.environ.get("CASE_S", "15")), 180.0, 3
 NOT_KERNELS = ("empty", "torch_bare", "torch_compiled")
 
 _SAMPLING = tuple(name for name in DFlashInputs._fields if name not in ("temperature", "seeds"))
@@ -253,9 +253,11 @@ def providers() -> dict[str, Callable[[], Provider]]:
     """What PEERS_DIR has, each made in the process that runs it."""
     folder, found = peers_folder(), {}
     if (folder / "peers.py").exists():
-        for name in importlib.import_module("peers").TOPK_PEERS:
-            if name not in NOT_KERNELS:
-                found[name] = lambda name=name: topk_provider(name, 512)
+        for name, (_, accepts) in importlib.import_module("peers").TOPK_PEERS.items():
+            if name in NOT_KERNELS:
+                continue
+            found[name] = lambda name=name: topk_provider(name, 512)
+            if accepts(1, 8, 4096, 4096):
                 found[f"{name}, k of each case"] = lambda name=name: topk_provider(name, None)
     if (folder / "triton_extracted.py").exists():
         found |= {"vllm build_flashinfer_mixed_sparse_indices": mixed_provider, "vllm _prepare_dflash_inputs": dflash_provider}
@@ -294,7 +296,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def run_provider(name: str, case_s: float = CASE_S, start_s: float = START_S) -> list[dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
-    first, hangs = 0, 0
+    first, restarts = 0, 0
     with tempfile.TemporaryDirectory() as folder:
         while True:
             path = Path(folder) / f"{first}.jsonl"
@@ -315,19 +317,20 @@ def run_provider(name: str, case_s: float = CASE_S, start_s: float = START_S) ->
                 if line["state"] == "done":
                     rows[line["i"]] = {key: value for key, value in line.items() if key not in ("state", "i")}
             started = [line for line in lines if line["state"] == "start"]
-            if (lines and lines[-1]["state"] == "end") or not started:
-                if not started and not rows:
-                    rows[0] = {"provider": name, "verdict": "not loaded", "message": (Path(folder) / "log").read_text().strip().splitlines()[-1:][0][:400] if (Path(folder) / "log").read_text().strip() else ""}
+            if lines and lines[-1]["state"] == "end":
+                break
+            if not started:
+                said = (Path(folder) / "log").read_text().strip().splitlines() or ["no output"]
+                rows[first] = {"provider": name, "verdict": "not run" if rows else "not loaded", "message": f"cases from number {first} on: {said[-1][:400]}"}
                 break
             last = started[-1]
             if last["i"] not in rows:
                 killed = process.returncode is not None and process.returncode < 0 and time.monotonic() - since > case_s
                 head = {key: value for key, value in last.items() if key not in ("state", "i")}
                 rows[last["i"]] = {**head, "verdict": "hangs" if killed else "crashes", "message": f"no answer in {case_s:g} s" if killed else f"exit status {process.returncode}"}
-                hangs += 1
-            first = last["i"] + 1
-            if hangs >= HANGS:
-                rows[first] = {"provider": name, "verdict": "not run", "message": f"cases from number {first} on, after {hangs} that hang or crash"}
+            first, restarts = last["i"] + 1, restarts + 1
+            if restarts > RESTARTS:
+                rows[first] = {"provider": name, "verdict": "not run", "message": f"cases from number {first} on, after {restarts} that hang, crash or leave a CUDA error"}
                 break
     return [rows[i] for i in sorted(rows)]
 

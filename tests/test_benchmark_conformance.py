@@ -103,6 +103,12 @@ def test_a_case_that_hangs_or_crashes_is_a_result_and_the_others_run(peers: Path
     assert rows["plain"]["verdict"] == "contract" and rows["A01 negative length beside long rows"]["verdict"] == "contract"
 
 
+def test_a_peer_that_cannot_be_made_is_said(peers: Path) -> None:
+    (peers / "triton_extracted.py").write_text("raise ImportError('no such library')\n")
+    (row,) = conformance.run_provider("vllm build_flashinfer_mixed_sparse_indices")
+    assert row["verdict"] == "not loaded" and "no such library" in row["message"]
+
+
 def test_the_command_writes_what_differs(peers: Path, tmp_path: Path) -> None:
     env = {**os.environ, "RESULTS_DIR": str(tmp_path / "results"), "CONFORMANCE_PROVIDERS": "right; unsigned", "COMMIT": "abc"}
     done = subprocess.run([sys.executable, "-m", "benchmarks.conformance"], cwd=conformance.results.ROOT, env=env, capture_output=True, text=True, check=False)

@@ -111,7 +111,7 @@ def _keys(part, exponent, PRODUCTS: tl.constexpr):
 
 @triton.jit
 def _load_query(row, live, FIRST: tl.constexpr, WIDTH: tl.constexpr, ALIGNMENT: tl.constexpr, PRODUCTS: tl.constexpr):
-    source = _rows(row, FIRST, ALIGNMENT)
+    source = _rows(row, FIRST, ALIGNMENT) if FIRST > 0 else row  # a sum with 0 is folded away, and what is known of it with it
     return tl.load(source[:, None] + tl.arange(0, WIDTH)[None, :], mask=live[:, None], other=0.0).to(PRODUCTS)
 
 
@@ -280,7 +280,7 @@ def attend_kernel(
     partial = slice_token * SPLITS + split
     head = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     live = head < HEADS
-    q_row = q_ptr + token * q_stride + head * q_head_stride
+    q_row = _rows(q_ptr, token * q_stride + head * q_head_stride, Q_ALIGNMENT)
     log2_scale = scale * _LOG2_E
     if split < SWA_SPLITS:
         top, total, o0, o1, o2, o3 = _attend(

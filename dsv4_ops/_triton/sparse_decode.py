@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kv_cache import GROUP, HEAD_DIM, NOPE_DIM, ROPE_DIM, ROW_BYTES, SCALE_BYTES
+from ..kv_cache import GROUP, HEAD_DIM, NOPE_DIM, ROW_BYTES, SCALE_BYTES
 from ..workspace import workspace_manager
 from .launching import compile_once, launch
 
@@ -35,7 +35,6 @@ _NOPE_DIM = tl.constexpr(NOPE_DIM)
 _GROUP = tl.constexpr(GROUP)
 _ROW_BYTES = tl.constexpr(ROW_BYTES)
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
-_ROPE_DIM = tl.constexpr(ROPE_DIM)
 _LOG2_E = tl.constexpr(1 / math.log(2))
 _LN_2 = tl.constexpr(math.log(2))
 _INFINITY = tl.constexpr(float("inf"))

@@ -455,6 +455,22 @@ def test_a_check_of_nothing_is_refused() -> None:
         check_topk(dsv4_ops.topk, lenghts_in_range=True)
     with pytest.raises(ValueError, match="order must be 'ascending' or 'any'"):
         check_topk(dsv4_ops.topk, order="descending")
+    with pytest.raises(ValueError, match="beyond_length must be '-1' or 'any', got 'none'"):
+        check_mixed_indices(dsv4_ops.build_mixed_sparse_indices, beyond_length="none")
+    with pytest.raises(ValueError, match=r"fields must be some of input_ids, .*, got \['slots'\]"):
+        check_dflash_inputs(dsv4_ops.prepare_dflash_inputs, fields=["slots"])
+
+
+@pytest.mark.parametrize("op", OURS)
+@pytest.mark.parametrize("result", [(), 3, "text", (torch.zeros(2), torch.zeros(3), torch.zeros(4)), torch.zeros(1), {"a": torch.zeros(1)}, [None, None]], ids=str)
+def test_an_odd_result_is_a_failure_and_no_crash(op: str, result: Any) -> None:
+    report = CHECKS[op](lambda *args, **kwargs: result, raises=False)  # type: ignore[operator]
+    assert not report.passed and len(report.failed) > 20
+
+
+@pytest.mark.parametrize("as_", [tuple, list, lambda out: out._asdict(), lambda out: out])
+def test_draft_inputs_may_come_in_order_or_by_name(as_: Callable[[DFlashInputs], Any]) -> None:
+    check_dflash_inputs(lambda *args, **kwargs: as_(dsv4_ops.prepare_dflash_inputs(*args, **kwargs)))
 
 
 def test_nothing_returned_is_said() -> None:

@@ -128,6 +128,13 @@ def assert_same(actual: Any, expected: Any, label: str = "", tolerances: dict[to
         torch.testing.assert_close(a, e, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, text=text: f"{text}: {m}")  # type: ignore[misc]
 
 
+def check_options(where: str, **options: tuple[str, str]) -> None:
+    """Each option, given as (value, strict value), is its strict value or "any"."""
+    for name, (value, strict) in options.items():
+        if value not in (strict, "any"):
+            raise ValueError(f"{where}: {name} must be {strict!r} or 'any', got {value!r}.")
+
+
 def assert_topk(
     indices: torch.Tensor, logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int | None = None, *, order: str = "ascending", ties: str = "lowest", nan: str = "never"
 ) -> None:
@@ -141,9 +148,7 @@ def assert_topk(
     padding), ``ties="any"`` (which of several equal scores at the boundary are taken), ``nan="any"`` (in a row that holds a
     NaN the columns need only be distinct and in range, and no more than there can be).
     """
-    for name, value, allowed in (("order", order, ("ascending", "any")), ("ties", ties, ("lowest", "any")), ("nan", nan, ("never", "any"))):
-        if value not in allowed:
-            raise ValueError(f"assert_topk: {name} must be {' or '.join(map(repr, allowed))}, got {value!r}.")
+    check_options("assert_topk", order=(order, "ascending"), ties=(ties, "lowest"), nan=(nan, "never"))
     assert indices.dtype == torch.int32 and indices.shape == (logits.shape[0], k), f"{indices.dtype} {list(indices.shape)}, expected int32 {[logits.shape[0], k]}"
     width = logits.shape[1] if max_seq_len is None else min(logits.shape[1], max_seq_len)
     flat = lengths.flatten().tolist()

@@ -113,13 +113,13 @@ class Case:
     # Inside
 
     def _check(self, got: Any, fn: Callable[..., Any] | None) -> None:
-        if not isinstance(got, dict):
-            found = outputs(got)
-            got = found[0] if len(found) == 1 else found if not hasattr(got, "_fields") else got
+        if isinstance(got, list | tuple) and not hasattr(got, "_fields"):
+            got = got[0] if len(got) == 1 else tuple(got)
         try:
             self._judge(got)
-        except AssertionError as error:
-            raise self._failure(str(error), got, poison=fn is not None and self._depends_on_poison(fn, got)) from None
+        except Exception as error:  # an odd result may break the comparison itself
+            message = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            raise self._failure(message, got, poison=fn is not None and self._depends_on_poison(fn, got)) from None
 
     def _depends_on_poison(self, fn: Callable[..., Any], got: Any) -> bool:
         """Whether the result differs without poison: then some of it was never written."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..dflash import DFlashInputs
-from .basics import outputs, samples
-from .cases import EXACT, Case, Report, from_sample, from_source, kept, run_cases
+from .basics import check_options, outputs, samples
+from .cases import Case, Report, from_sample, from_source, kept, run_cases
 
 __all__ = ["assert_draft_inputs", "check_dflash_inputs", "dflash_inputs_cases"]
 
@@ -83,6 +83,7 @@ def assert_draft_inputs(got: Any, expected: Sequence[torch.Tensor], *, fields: S
     mapping is -1 (their rows do nothing).
     """
     right = DFlashInputs(*expected)
+    assert hasattr(got, "keys") or hasattr(got, "_asdict") or len(outputs(got)) == len(right), f"{len(outputs(got))} outputs, expected {len(right)}: {', '.join(right._fields)}"
     found = got if isinstance(got, dict) else got._asdict() if hasattr(got, "_asdict") else dict(zip(DFlashInputs._fields, outputs(got), strict=True))
     inert = right.sample_idx_mapping < 0
     for name in fields or DFlashInputs._fields:
@@ -105,8 +106,12 @@ def _select(
     groups: int | None = None,
     accepts: Callable[[Case], bool] | None = None,
 ) -> tuple[list[Case], dict[str, str]]:
+    check_options("dflash_inputs_cases", inert_samples=(inert_samples, "exact"))
+    unknown = set(fields or ()) - set(DFlashInputs._fields)
+    if unknown or (fields is not None and not fields):
+        raise ValueError(f"dflash_inputs_cases: fields must be some of {', '.join(DFlashInputs._fields)}, got {fields!r}.")
     relaxed = ([f"fields={list(fields)!r}"] if fields is not None else []) + ([f"inert_samples={inert_samples!r}"] if inert_samples != "exact" else [])
-    comparison = f"testing.assert_draft_inputs({', '.join(['got', 'expected', *relaxed])})" if relaxed else EXACT
+    comparison = f"testing.assert_draft_inputs({', '.join(['got', 'expected', *relaxed])})"
     cases = [from_sample(OP, i, sample, device, seed, comparison) for i, sample in enumerate(samples(OP, device, seed))]
     cases += [from_source(OP, label, BASE + more, device, comparison, **(SIZES | sizes)) for label, (more, sizes) in SOURCES.items()]
     rules: dict[str, Callable[[Case], bool] | None] = {

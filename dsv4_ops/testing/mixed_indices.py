@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .basics import samples
+from .basics import check_options, samples
 from .cases import EXACT, Case, Report, from_sample, from_source, kept, run_cases
 
 __all__ = ["assert_index_rows", "check_mixed_indices", "mixed_indices_cases"]
@@ -96,6 +96,8 @@ def _no_holes(case: Case) -> bool:
 
 def assert_index_rows(got: Any, expected: Any, *, beyond_length: str = "-1", width: str = "exact") -> None:
     """``(indices, lens)`` as expected; ``beyond_length="any"`` compares the columns of each row's length only, ``width="any"`` allows wider storage."""
+    check_options("assert_index_rows", beyond_length=(beyond_length, "-1"), width=(width, "exact"))
+    assert isinstance(got, tuple | list) and len(got) == 2, "expected two outputs: (indices, lens)"
     (indices, lens), (right, right_lens) = got, expected
     torch.testing.assert_close(lens, right_lens, rtol=0, atol=0)
     assert indices.dtype == right.dtype and indices.dim() == 2 and indices.shape[0] == right.shape[0], f"{indices.dtype} {list(indices.shape)}, expected {right.dtype} {list(right.shape)}"
@@ -112,6 +114,7 @@ def assert_index_rows(got: Any, expected: Any, *, beyond_length: str = "-1", wid
 def _select(
     device: torch.device | str, seed: int, *, beyond_length: str = "-1", width: str = "exact", mapped: bool = False, in_range: bool = False, holes: bool = True, accepts: Callable[[Case], bool] | None = None
 ) -> tuple[list[Case], dict[str, str]]:
+    check_options("mixed_indices_cases", beyond_length=(beyond_length, "-1"), width=(width, "exact"))
     relaxed = {name: value for name, value, strict in (("beyond_length", beyond_length, "-1"), ("width", width, "exact")) if value != strict}
     comparison = f"testing.assert_index_rows(got, expected, {', '.join(f'{n}={v!r}' for n, v in relaxed.items())})" if relaxed else EXACT
     cases = [from_sample(OP, i, sample, device, seed, comparison) for i, sample in enumerate(samples(OP, device, seed))]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .basics import samples
+from .basics import check_options, samples
 from .cases import EXACT, Case, Report, from_sample, from_source, kept, run_cases
 
 __all__ = ["check_topk", "topk_cases"]
@@ -63,6 +63,7 @@ def _select(
     device: torch.device | str,
     seed: int,
 ) -> tuple[list[Case], dict[str, str]]:
+    check_options("topk_cases", order=(order, "ascending"), ties=(ties, "lowest"), nan=(nan, "never"))
     comparison = EXACT
     relaxed = {name: value for name, value, strict in (("order", order, "ascending"), ("ties", ties, "lowest"), ("nan", nan, "never")) if value != strict}
     cases = [from_sample("topk", i, sample, device, seed) for i, sample in enumerate(samples("topk", device, seed))]

@@ -161,6 +161,10 @@ def _width_for_window(a: dict[str, Any]) -> None:
     a["window"] = a["decode_swa_indices"].shape[1]
 
 
+def _smaller_window(a: dict[str, Any]) -> None:
+    a["window"] -= 1
+
+
 def _one_too_few(a: dict[str, Any]) -> None:
     a["positions"] = a["positions"] - 1
 
@@ -289,6 +293,7 @@ FAULTS: list[tuple[str, str, str, Callable[..., Any]]] = [
     ("mask written into the scores", "topk", "plain", _masks_in_place),
     ("rows taken as dense", "topk", "padded rows and 2-D lengths", lambda logits, lengths, k, m=None: dsv4_ops.topk(logits.as_strided(logits.shape, (logits.shape[1], 1)), lengths, k, m)),
     ("padded width taken for the window", "build_mixed_sparse_indices", "C02 storage wider than the window", _mixed(_width_for_window)),
+    ("off by one window", "build_mixed_sparse_indices", "C02 a position far behind the window", _mixed(_smaller_window)),
     ("off by one position", "build_mixed_sparse_indices", "C02 a position far behind the window", _mixed(_one_too_few)),
     ("padding tokens taken for real ones", "build_mixed_sparse_indices", "padding tokens with request ids of others", _mixed(_padding_for_real)),
     ("lengths of records ignored", "build_mixed_sparse_indices", "decode entries are records, with lengths", _mixed(_no_lengths_of_records)),

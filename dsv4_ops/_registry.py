@@ -93,6 +93,8 @@ class Op:
     """Device type -> which implementation serves it ("reference", "torch", "c++", "triton", ...)."""
     torch_impl: Callable[..., Any] | None = None
     triton: Callable[..., Any] | None = None
+    triton_serves: bool = True
+    """Whether CUDA calls come to it. Off for a kernel that is tested but that no GPU has run yet."""
     cpp: frozenset[str] = frozenset()
     """Device types whose kernel is C++ (those check their arguments themselves)."""
     cpp_sources: frozenset[str] = frozenset()
@@ -140,6 +142,7 @@ class Op:
         bad_inputs: Callable[..., Iterator[BadInput]],
         torch_impl: Callable[..., Any] | None = None,
         triton: Callable[..., Any] | None = None,
+        triton_serves: bool = True,
         cpp: Sequence[str] = (),
     ) -> None:
         """Register everything the op needs. Call once, at the end of its contract file.
@@ -147,8 +150,9 @@ class Op:
         ``check``, ``reference``, ``fake``, ``torch_impl`` and ``triton`` take the arguments of the schema, by the
         same names and defaults. ``samples(device, seed=0)`` yields valid calls, edge rows included; another seed
         changes values, never shapes or labels. ``sized(device, n, seed=0)`` is a typical call with ``n`` rows (tokens
-        or requests), for dynamic shapes and benchmarks. ``bad_inputs(device)`` yields refused calls. ``cpp`` names the
-        device types ("cpu", "cuda") that csrc/ has a kernel of this op for.
+        or requests), for dynamic shapes and benchmarks. ``bad_inputs(device)`` yields refused calls. ``triton_serves=False``
+        keeps CUDA calls from a launcher that no GPU has run yet; its tests run all the same. ``cpp`` names the device
+        types ("cpu", "cuda") that csrc/ has a kernel of this op for.
         """
         if self.reference is not None:
             raise RuntimeError(f"{self.name} is implemented twice.")
@@ -161,7 +165,7 @@ class Op:
                 _same_signature(self, role, function)
         self.check, self.reference, self.fake = check, reference, fake
         self.samples, self.sized, self.bad_inputs = samples, sized, bad_inputs
-        self.torch_impl, self.triton = torch_impl, triton
+        self.torch_impl, self.triton, self.triton_serves = torch_impl, triton, triton_serves
 
         def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
             def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -182,7 +186,7 @@ class Op:
         general, source = (torch_impl, "torch") if torch_impl is not None else (reference, "reference")
         _library.impl(self.name, fallback(general), "CompositeExplicitAutograd")
         self.backends = {"cpu": source, "cuda": source}
-        if triton is not None and importlib.util.find_spec("triton") is not None and not _has_kernel(qualified, "CUDA"):
+        if triton is not None and triton_serves and importlib.util.find_spec("triton") is not None and not _has_kernel(qualified, "CUDA"):
             _library.impl(self.name, guarded(triton), "CUDA")
             self.backends["cuda"] = "triton"
         compiled = {device for device, key in (("cpu", "CPU"), ("cuda", "CUDA")) if self.backends[device] != "triton" and _has_kernel(qualified, key)}

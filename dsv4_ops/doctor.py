@@ -41,7 +41,7 @@ BEGIN, END = "<!-- ops:begin -->", "<!-- ops:end -->"
 def _declared(op: Op, device: str) -> list[str]:
     """Back ends that the sources have for an op, fastest first, whether or not they are there."""
     kernels = ["c++"] if device in op.cpp | op.cpp_sources else []
-    triton = ["triton"] if op.triton is not None and device == "cuda" else []
+    triton = ["triton"] if op.triton is not None and op.triton_serves and device == "cuda" else []
     return [*kernels, *triton, "torch"]
 
 

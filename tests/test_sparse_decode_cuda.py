@@ -25,8 +25,9 @@ def served(tokens: int, heads: int, widths: tuple[int, int], seed: int = 0) -> l
     return batch(tokens, heads, widths, torch.uint8, torch.bfloat16, "cuda", seed)
 
 
-def test_cuda_calls_are_served_by_triton() -> None:
-    assert SPARSE_MLA_DECODE.backends["cuda"] == "triton"
+def test_who_serves_cuda_calls() -> None:
+    """Triton, once ``triton_serves`` says so; the tests here call its launcher or the op, which then is the PyTorch path."""
+    assert SPARSE_MLA_DECODE.backends["cuda"] == ("triton" if SPARSE_MLA_DECODE.triton_serves else "torch")
 
 
 @pytest.mark.parametrize("seed", range(10))

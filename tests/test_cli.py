@@ -207,9 +207,15 @@ def _with_file(folder: Path, name: str, text: str) -> str:
     return str(folder)
 
 
+def _empty_file(folder: Path) -> str:
+    (folder / "empty.jsonl").write_text("\n")
+    return str(folder / "empty.jsonl")
+
+
 USER_ERRORS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no request file": (lambda p: [str(p / "absent.jsonl")], "no such file of requests"),
-    "folder for a request file": (lambda p: [str(p)], "no such file of requests"),
+    "folder for a request file": (lambda p: [str(p)], "is a folder, not a file of requests"),
+    "empty request file": (lambda p: [_empty_file(p), "--model", str(p / "model")], "holds no requests"),
     "no model": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "absent")], "--model takes a checkpoint folder"),
     "results without a folder": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "model"), "--out", str(p / "absent" / "o")], "cannot be written there"),
     "existing results": (lambda p: [str(p / "requests.jsonl"), "--model", str(p / "model"), "--out", str(p / "model" / "config.json")], "exists already"),
@@ -549,6 +555,10 @@ def test_make_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["make-tiny", str(first), "--size", "huge"]) == 4
     err = capsys.readouterr().err
     assert "cannot be written" in err and "size must be one of" in err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("only copy")
+    assert main(["make-tiny", str(tmp_path / "mine")]) == 4
+    assert "holds other files" in capsys.readouterr().err and [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     with pytest.raises(SystemExit):
         main(["make-tiny", str(first), "--seed", str(2**63)])
     assert "must fit into 64 bits" in capsys.readouterr().err

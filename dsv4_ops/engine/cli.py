@@ -130,6 +130,9 @@ def _make_tiny(options: argparse.Namespace) -> int:
     quiet_transformers()
     from .tiny import make_tiny
 
+    folder = options.directory
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise RequestError(f"{folder}: holds other files and no checkpoint. Name a folder that is empty, absent, or has a checkpoint to replace.")
     try:
         report = make_tiny(options.directory, options.seed, options.size, measure=options.measure)
     except OSError as error:

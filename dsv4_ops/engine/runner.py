@@ -132,7 +132,7 @@ class Run:
     def run(self) -> int:
         options = self.options
         if not options.requests.is_file():
-            raise RequestError(f"{options.requests}: there is no such file of requests.")
+            raise RequestError(f"{options.requests}: {'is a folder, not a' if options.requests.is_dir() else 'there is no such'} file of requests.")
         if options.out not in (None, "-") and Path(options.out).exists() and options.requests.samefile(options.out):
             raise RequestError(f"--out {options.out}: is the file of requests. Name another.")
         writer = ResultWriter(options.out, "overwrite" if options.overwrite else "resume" if options.resume else "refuse") if options.out else None
@@ -147,7 +147,7 @@ class Run:
             for problem in self.file.problems:
                 print(f"refused: {problem}", file=sys.stderr)
             if not self.file.requests:
-                raise RequestError(f"{options.requests}: no request in it can be served.")
+                raise RequestError(f"{options.requests}: {'no request in it can be served' if self.file.problems else 'holds no requests: one JSON object a line'}.")
             todo = {mode: self._missing(mode, writer) for mode in self.modes}
             try:
                 with self._threads(limits["hidden_size"]):

@@ -182,14 +182,14 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device")
         return 1
-    start, chosen = time.perf_counter(), os.environ.get("ATTENTION_TOKENS")
-    wanted = [case for case in cases() if not chosen or str(case.tokens) in chosen.split(",")]
+    start, chosen = time.perf_counter(), results.chosen_by("ATTENTION_TOKENS")
+    wanted = [case for case in cases() if chosen(case.tokens)]
     bench = Bench()
     backend = next(op.backends["cuda"] for op in testing.ops() if op.name == "sparse_mla_decode")
     for seed, case in enumerate(wanted):
         bench.run(case, seed)
     env = {"copy_GBps": bench.copy_GBps, "backend": backend, "flashmla": bench.without_peer if bench.peer is None else "measured"}
-    results.write("attention-part" if chosen else "attention", env, method=METHOD, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
+    results.write("attention-part" if os.environ.get("ATTENTION_TOKENS") else "attention", env, method=METHOD, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
     for row in bench.rows:
         p = row["params"]
         print(f"{row['case']:24} {p['heads']:4} heads {p['tokens']:4} tokens {row['provider']:18} {row.get('us_p50', row.get('skipped', 'WRONG'))!s:>9} hot {row.get('hot_us', '-')!s:>8} floor {row['floor_us']:6} err {row.get('rel_err')}")

@@ -1,4 +1,4 @@
-"""Where results go and what stands at their head: machine, versions, commit, command."""
+"""Where results go, what stands at their head (machine, versions, commit, command), and which cases were asked for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,12 @@ def environment() -> dict[str, Any]:
     done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False) if torch.cuda.is_available() else None
     env["driver"] = done.stdout.strip().splitlines()[0] if done is not None and done.returncode == 0 else None
     return env
+
+
+def chosen_by(variable: str) -> Callable[[object], bool]:
+    """Whether a value is among the comma-separated ones of an environment variable; all are when it is not set."""
+    allowed = {part.strip() for part in os.environ.get(variable, "").split(",") if part.strip()}
+    return lambda value: not allowed or str(value) in allowed
 
 
 def text(document: dict[str, Any]) -> str:

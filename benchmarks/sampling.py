@@ -180,13 +180,13 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device")
         return 1
-    start, chosen = time.perf_counter(), os.environ.get("SAMPLING_REQUESTS")
-    wanted = [case for case in cases() if not chosen or str(case.requests) in chosen.split(",")]
+    start, chosen = time.perf_counter(), results.chosen_by("SAMPLING_REQUESTS")
+    wanted = [case for case in cases() if chosen(case.requests)]
     bench = Bench(ColdReplays(), copy_rate())
     backends = {op.name: op.backends["cuda"] for op in testing.ops() if op.name in ("gumbel_sample", "rejection_sample")}
     for seed, case in enumerate(wanted):
         bench.run(case, seed)
-    results.write("sampling-part" if chosen else "sampling", {"copy_GBps": bench.copy_GBps, "backends": backends}, method=METHOD, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
+    results.write("sampling-part" if os.environ.get("SAMPLING_REQUESTS") else "sampling", {"copy_GBps": bench.copy_GBps, "backends": backends}, method=METHOD, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
     for row in bench.rows:
         print(f"{row['op']:17} {row['case']:34} {row['params']['requests']:4} x {row['params']['drafts']} {row['provider']:38} {row.get('us_p50', row.get('skipped', 'WRONG'))!s:>9} floor {row['floor_us']}")
     return 0 if all(row["ok"] for row in bench.rows if row["provider"] == "dsv4_ops") else 1

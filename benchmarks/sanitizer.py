@@ -43,14 +43,16 @@ SPECIAL = torch.tensor([NAN, -NAN, INF, -INF, 0.0, -0.0, 1e-45, -1e-45, 3.402823
 
 
 def scores(kind: str, rows: int, width: int, generator: torch.Generator) -> torch.Tensor:
-    normal = torch.randn(rows, width, generator=generator)
+    """Rows of one of ``KINDS``, on the generator's device."""
+    device = generator.device
+    normal = torch.randn(rows, width, generator=generator, device=device)
     if kind == "ties":
         return (normal * 2).round()
     if kind == "special":
-        pick = torch.randint(0, 3 * len(SPECIAL), (rows, width), generator=generator)
-        return torch.where(pick < len(SPECIAL), SPECIAL[pick % len(SPECIAL)], normal)
+        pick = torch.randint(0, 3 * len(SPECIAL), (rows, width), generator=generator, device=device)
+        return torch.where(pick < len(SPECIAL), SPECIAL.to(device)[pick % len(SPECIAL)], normal)
     if kind == "any bits":
-        return torch.randint(-(2**31), 2**31, (rows, width), generator=generator).to(torch.int32).view(torch.float32)
+        return torch.randint(-(2**31), 2**31, (rows, width), generator=generator, device=device).to(torch.int32).view(torch.float32)
     if kind == "one value":
         return torch.full_like(normal, 1.25)
     if kind == "narrow":
@@ -63,6 +65,7 @@ def scores(kind: str, rows: int, width: int, generator: torch.Generator) -> torc
         return (normal > 2.5).float()
     if kind == "mostly NaN":
         return torch.where(normal > 2, normal, NAN)
+    assert kind == "normal"
     return normal
 
 

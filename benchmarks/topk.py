@@ -76,12 +76,6 @@ def cases() -> Iterator[Case]:
             yield Case("topk_slots", f"full, pages of {PAGE}", rows, columns, op="topk_slots")
 
 
-def chosen_by(variable: str) -> Callable[[object], bool]:
-    """Whether a value is among the comma-separated ones of an environment variable; all are when it is not set."""
-    allowed = {part.strip() for part in os.environ.get(variable, "").split(",") if part.strip()}
-    return lambda value: not allowed or str(value) in allowed
-
-
 def values(kind: str, x: torch.Tensor) -> torch.Tensor:
     if kind == "all equal":
         return torch.full_like(x, 1.25)
@@ -161,7 +155,7 @@ class Bench:
             part.normal_(generator=generator)
         self.replays, self.peers = replays, self._load_peers()
         self.rows: list[dict[str, Any]] = []
-        self.wanted = chosen_by("TOPK_PROVIDERS")
+        self.wanted = results.chosen_by("TOPK_PROVIDERS")
 
     def _load_peers(self) -> Any:
         folder = os.environ.get("PEERS_DIR")
@@ -282,7 +276,7 @@ def main() -> int:
         return 1
     start, runs = time.perf_counter(), int(os.environ.get("RUNS", "3"))
     filters = {name: os.environ[name] for name in ("TOPK_TABLES", "TOPK_ROWS", "TOPK_COLUMNS", "TOPK_PROVIDERS") if os.environ.get(name)}
-    in_table, in_rows, in_columns = (chosen_by(name) for name in ("TOPK_TABLES", "TOPK_ROWS", "TOPK_COLUMNS"))
+    in_table, in_rows, in_columns = (results.chosen_by(name) for name in ("TOPK_TABLES", "TOPK_ROWS", "TOPK_COLUMNS"))
     wanted = [case for case in cases() if in_table(case.table) and in_rows(case.rows) and in_columns(case.columns)]
     if not wanted:
         print(f"no case is left of {filters}")

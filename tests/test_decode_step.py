@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -94,13 +93,6 @@ def interpreted(first: int, last: int) -> None:
     with patch.multiple(kernels, FEW_REQUESTS=2, MANY_REQUESTS=8):
         for seed in range(first, last):
             compare(draw(seed), "cpu")
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    worker = Interpreter()
-    yield worker
-    worker.close()
 
 
 @needs_triton

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -122,13 +121,6 @@ def interpreted(first: int, last: int) -> None:
     with patch.multiple(kernels, ROWS=8, CHUNK=4, SPAN=2):
         for seed in range(first, last):
             compare_drawn(seed, "cpu", 9, 50)
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    worker = Interpreter()
-    yield worker
-    worker.close()
 
 
 @needs_triton

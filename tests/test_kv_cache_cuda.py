@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -115,13 +114,6 @@ def every_value(device: str) -> None:
     every = torch.arange(256, device=device)
     bits = [KV_CACHE_GATHER.triton(caches[0], every).cpu(), kv_cache._gather_torch(caches[1], every.cpu())]  # type: ignore[misc]
     testing.assert_same(bits[0], bits[1], "gather", dict.fromkeys(testing.TOLERANCES, (0.0, 0.0)))
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    worker = Interpreter()
-    yield worker
-    worker.close()
 
 
 @needs_triton

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -89,13 +88,6 @@ def special(device: str) -> None:
 def interpreted(first: int, last: int) -> None:
     for seed in range(first, last):
         compare(seed, "cpu")
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    worker = Interpreter()
-    yield worker
-    worker.close()
 
 
 @needs_triton

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dsv4_ops
+from benchmarks.sanitizer import INF, KINDS, NAN, scores
 from dsv4_ops import loaded, skipped, topk, topk_values
 from dsv4_ops.testing import assert_topk
 from dsv4_ops.topk import _topk_reference, _topk_torch
@@ -26,8 +27,6 @@ else:
 needs_kernel = pytest.mark.skipif(bool(_reason), reason=_reason or "the CUDA kernel is there")
 needs_library = pytest.mark.skipif("_C" not in loaded, reason="dsv4_ops._C is not built")
 I32 = torch.int32
-NAN, INF = float("nan"), float("inf")
-SPECIAL = [NAN, -NAN, INF, -INF, 0.0, -0.0, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38]
 
 
 def lens(*values: int, dtype: torch.dtype = I32) -> torch.Tensor:
@@ -106,37 +105,6 @@ def test_case_A25_every_device_gets_a_launchable_plan() -> None:
 
 
 # ---- draws ----------------------------------------------------------------------------------------------------------
-
-
-def scores(kind: str, rows: int, width: int, generator: torch.Generator) -> torch.Tensor:
-    normal = torch.randn(rows, width, generator=generator, device="cuda")
-    if kind == "ties":
-        return (normal * 2).round()
-    if kind == "special":
-        table = torch.tensor(SPECIAL, device="cuda")
-        pick = torch.randint(0, 3 * len(SPECIAL), (rows, width), generator=generator, device="cuda")
-        return torch.where(pick < len(SPECIAL), table[pick % len(SPECIAL)], normal)
-    if kind == "any bits":
-        return torch.randint(-(2**31), 2**31, (rows, width), generator=generator, device="cuda").to(I32).view(torch.float32)
-    if kind == "one value":
-        return torch.full_like(normal, 1.25)
-    if kind == "narrow":
-        return 1 + normal * 1e-6
-    if kind == "ascending":
-        return normal.sort(1).values
-    if kind == "descending":
-        return normal.sort(1, descending=True).values
-    if kind == "few finite":
-        return torch.where(normal > 2.5, normal, -INF)
-    if kind == "few above a sea":
-        return (normal > 2.5).float()
-    if kind == "mostly NaN":
-        return torch.where(normal > 2, normal, NAN)
-    assert kind == "normal"
-    return normal
-
-
-KINDS = ["normal", "ties", "special", "any bits", "one value", "narrow", "ascending", "descending", "few finite", "few above a sea", "mostly NaN"]
 
 
 @needs_kernel

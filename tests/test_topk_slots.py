@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from dsv4_ops.global_indices import _global_torch
 from dsv4_ops.topk import _topk_torch
 from dsv4_ops.topk_slots import _slots_reference, _slots_torch
 from tests.common import INT32_MAX, i32, i64, yes
+from tests.test_topk_cuda import captured
 
 NAN, INF = float("nan"), float("inf")
 needs_cpp = pytest.mark.skipif("_C" not in loaded, reason="dsv4_ops._C is not built")
@@ -168,18 +168,6 @@ def test_cpp_refuses_what_is_unsafe_without_the_python_check(name: str, value: A
     } | {name: value}  # fmt: skip
     with pytest.raises(RuntimeError, match=message):
         torch.ops.dsv4_ops.topk_slots(**arguments)
-
-
-def captured(body: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        body()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = body()
-    return graph, result
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or "_C_cuda" not in loaded, reason="no CUDA device, or no kernel: " + skipped.get("_C_cuda", ""))

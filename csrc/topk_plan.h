@@ -37,8 +37,6 @@ constexpr int kTopkBins = 1 << kTopkBinBits;
 constexpr int kTopkFixedBytes = 3 * kTopkBins * 4 + 3072;
 constexpr int kTopkFewestListed = 1024;
 
-inline int64_t topk_columns(const TopkPlan& plan) { return int64_t{plan.threads} * plan.vectors * plan.cluster * kTopkColumns; }
-
 // The choice of kernel by sizes; what memory it takes follows in topk_plan.
 inline TopkPlan topk_choice(const TopkDevice& device, int64_t rows, int64_t width) {
   const auto plan = [](TopkKernel kernel, int threads, int vectors, int cluster) { return TopkPlan{kernel, threads, vectors, cluster, 0, 0, 0}; };
@@ -55,7 +53,6 @@ inline TopkPlan topk_choice(const TopkDevice& device, int64_t rows, int64_t widt
     if (width <= 65536 && rows <= 8) return plan(TopkKernel::resident, 512, 4, 8);
     if (width <= 65536 && rows <= 16) return plan(TopkKernel::resident, 512, 8, 4);
     if (width <= 65536 && rows <= 64) return plan(TopkKernel::streamed, 1024, 2, 2);
-    if (width <= 65536) return plan(TopkKernel::streamed, wave ? 1024 : 512, wave ? 2 : 4, 1);
     if (width <= 131072 && rows <= 4 && wide_clusters) return plan(TopkKernel::resident, 1024, 2, 16);
     if (width <= 131072 && rows <= 8) return plan(TopkKernel::resident, 1024, 4, 8);
     if (width <= 262144 && rows <= 4 && wide_clusters) return plan(TopkKernel::resident, 1024, 4, 16);
@@ -67,7 +64,8 @@ inline TopkPlan topk_choice(const TopkDevice& device, int64_t rows, int64_t widt
   return wave ? plan(TopkKernel::streamed, 1024, 2, 1) : plan(TopkKernel::streamed, 512, 4, 1);
 }
 
-inline TopkPlan topk_plan_with_memory(const TopkDevice& device, TopkPlan plan, int64_t width, int64_t k) {
+inline TopkPlan topk_plan(const TopkDevice& device, int64_t rows, int64_t width, int64_t k) {
+  TopkPlan plan = topk_choice(device, rows, width);
   if (plan.kernel == TopkKernel::direct) return plan;
   const int64_t bitmap = (width + 127) / 128 * 16, room = device.shared_bytes - kTopkFixedBytes - bitmap;  // bytes
   plan.listed = static_cast<int>(std::min<int64_t>(room / 8, k <= 1024 ? 4096 : 8192) / 32 * 32);
@@ -75,10 +73,6 @@ inline TopkPlan topk_plan_with_memory(const TopkDevice& device, TopkPlan plan, i
   plan.bitmap_words = static_cast<int>(bitmap / 4);
   plan.shared_bytes = static_cast<int>(kTopkFixedBytes + bitmap + int64_t{8} * plan.listed);
   return plan;
-}
-
-inline TopkPlan topk_plan(const TopkDevice& device, int64_t rows, int64_t width, int64_t k) {
-  return topk_plan_with_memory(device, topk_choice(device, rows, width), width, k);
 }
 
 }  // namespace dsv4_ops

@@ -23,6 +23,7 @@ are refused on any way in).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -33,14 +34,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from . import _checks, envs
 from .errors import ArgumentError, ArgumentShapeError, BuildError, GradientError
 
-__all__ = ["BadInput", "Op", "Sample", "define", "loaded", "ops", "seal", "skipped"]
+__all__ = ["BadInput", "Op", "Sample", "define", "loaded", "ops", "seal", "skipped", "unpacked"]
 
 NAMESPACE = "dsv4_ops"
 logger = logging.getLogger(NAMESPACE)
@@ -328,6 +329,24 @@ def _out_schema(schema: str, outs: Sequence[str]) -> str:
     star = "" if re.search(r"(^|,)\s*\*\s*,", arguments) else "*, "
     extra = ", ".join(f"Tensor({chr(ord('b') + i)}!) {n}" for i, n in enumerate(outs))
     return f"{name.strip()}.out({arguments}, {star}{extra}) -> ()"
+
+
+Arguments = TypeVar("Arguments")
+Result = TypeVar("Result")
+
+
+def unpacked(arguments: Callable[..., Arguments]) -> Callable[[Callable[[Arguments], Result]], Callable[..., Result]]:
+    """For ops of many arguments: blocks that take them as one value, a named tuple, get the signature of its fields."""
+
+    def decorate(function: Callable[[Arguments], Result]) -> Callable[..., Result]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Result:
+            return function(arguments(*args, **kwargs))
+
+        call.__signature__ = inspect.signature(arguments)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 def _same_signature(op: Op, role: str, function: Callable[..., Any]) -> None:

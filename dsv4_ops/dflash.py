@@ -70,9 +70,8 @@ Graph-safe: yes (no host reads). Replaces the draft-input kernels of serving eng
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -240,18 +239,7 @@ class _Arguments(NamedTuple):
         return self.cp_size if self.cp_sharded is None or self.cp_sharded[group] else 1
 
 
-Result = TypeVar("Result")
-
-
-def _unpacked(function: Callable[[_Arguments], Result]) -> Callable[..., Result]:
-    """``function`` with the signature of the schema, which the registry compares."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Result:
-        return function(_Arguments(*args, **kwargs))
-
-    call.__signature__ = inspect.signature(prepare_dflash_inputs)  # type: ignore[attr-defined]
-    return call
+_unpacked = _registry.unpacked(_Arguments)
 
 
 def check_arguments(where: str, a: _Arguments) -> None:

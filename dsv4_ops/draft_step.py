@@ -29,10 +29,8 @@ Graph-safe: yes (no host reads). Replaces the draft-input kernels and the window
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -153,18 +151,7 @@ class _Arguments(NamedTuple):
         return dflash._Arguments(*self[:16], sample_from_anchor=self.sample_from_anchor)  # type: ignore[arg-type]
 
 
-Result = TypeVar("Result")
-
-
-def _unpacked(function: Callable[[_Arguments], Result]) -> Callable[..., Result]:
-    """``function`` with the signature of the schema, which the registry compares."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Result:
-        return function(_Arguments(*args, **kwargs))
-
-    call.__signature__ = inspect.signature(prepare_draft_step)  # type: ignore[attr-defined]
-    return call
+_unpacked = _registry.unpacked(_Arguments)
 
 
 @_unpacked

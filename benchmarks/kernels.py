@@ -119,9 +119,9 @@ class Bench:
                 row["skipped"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
     def floors(self) -> None:
-        from . import kernels_floor
+        from dsv4_ops.bench import floor
 
-        for name, programs, call in kernels_floor.calls(DEVICE):
+        for name, programs, call in floor.calls(DEVICE):
             self.record({"op": "floor", "case": name, "params": {"programs": programs}}, "triton", lambda call=call: [call] * CALLS, None)
 
     def run(self, case: Case) -> None:

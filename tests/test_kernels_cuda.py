@@ -101,6 +101,91 @@ def test_launches_where_its_inputs_are(op: Op) -> None:
         assert a.device.index == 1 and torch.equal(a.cpu(), e.cpu())
 
 
+def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of the step, compiled before, and what it gives."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result
+
+
+def tensors_of(named: dict[str, Any], op: Op) -> list[torch.Tensor]:
+    items = (item for name, value in named.items() if name not in op.mutates for item in (value if isinstance(value, list) else [value]))
+    return [item for item in items if isinstance(item, torch.Tensor) and item.numel()]
+
+
+needs_dependent_launch = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="a GPU without programmatic dependent launch"
+)
+
+
+@needs_dependent_launch
+@pytest.mark.parametrize("op", EACH)
+def test_kernels_wait_for_the_one_before(op: Op) -> None:
+    """Inputs are written late, each in turn last, by kernels that let the next begin at once; such kernels also read the results."""
+    from tests.triton_toys import late_copy
+
+    true, shown, plain, empty = (testing.clone_args(op.sized("cuda", 16)) for _ in range(4))
+    named, seen = by_name(op, true), by_name(op, shown)
+    inputs = list(zip(tensors_of(named, op), tensors_of(seen, op), strict=True))
+
+    def launched(sample: Sample) -> list[torch.Tensor]:
+        return [*testing.outputs(op.triton(*sample.args, **sample.kwargs)), *(by_name(op, sample)[name] for name in op.mutates)]  # type: ignore[misc]
+
+    def same(found: list[torch.Tensor]) -> bool:
+        return all(torch.equal(*(t.nan_to_num() if t.is_floating_point() else t for t in pair)) for pair in zip(found, expected, strict=True))
+
+    expected = launched(plain)
+    for target in tensors_of(by_name(op, empty), op):
+        target.zero_()
+    assert not same(launched(empty))  # what a kernel gives that does not wait
+    copies = [torch.empty_like(t) for t in expected]
+
+    def step(order: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        for name in op.mutates:
+            seen[name].copy_(named[name])
+        for _, target in order:
+            target.zero_()
+        for source, target in order:
+            late_copy(source, target)
+        found = launched(shown)
+        for source, target in zip(found, copies, strict=True):
+            late_copy(source, target)
+        return copies
+
+    for last in range(len(inputs)):
+        graph, found = capture(lambda last=last: step(inputs[last + 1 :] + inputs[: last + 1]))  # type: ignore[misc]
+        for _ in range(3):
+            graph.replay()
+            assert same(found), f"input {last}"
+
+
+@needs_dependent_launch
+def test_a_kernel_after_two_branches_waits_for_both() -> None:
+    from tests.triton_toys import late_copy
+
+    op = BY_NAME["global_topk_indices"]
+    true, shown = (testing.clone_args(op.sized("cuda", 16)) for _ in range(2))
+    side = torch.cuda.Stream()
+
+    def step() -> Any:
+        for target in (shown.args[0], shown.args[3]):
+            target.zero_()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            late_copy(true.args[3], shown.args[3])
+        late_copy(true.args[0], shown.args[0])
+        torch.cuda.current_stream().wait_stream(side)
+        return op(*shown.args, **shown.kwargs)
+
+    graph, found = capture(step)
+    for _ in range(3):
+        graph.replay()
+        assert all(torch.equal(g, e) for g, e in zip(found, op(*true.args, **true.kwargs), strict=True))
+
+
 def numbers(n: int, modulus: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.arange(n, device="cuda").remainder_(modulus).to(dtype)
 

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -296,7 +297,10 @@ def compile_for(found: Sequence[Compiled], capability: int) -> None:
         special = [None if one.signature[p] == "constexpr" else one.special[p] for p in one.signature]
         divisible = find_paths_if(special, lambda _, known: known == "D")
         attributes = {path: [["tt.divisibility", 16]] for path in divisible if "D" in get_iterable_path(special, path)}
-        made = triton_compile(ASTSource(kernel, one.signature, one.constants, attributes), target=GPUTarget("cuda", capability, 32), options=dict(one.options))
+        options = dict(one.options) | ({"launch_pdl": True} if capability >= 90 else {})
+        made = triton_compile(ASTSource(kernel, one.signature, one.constants, attributes), target=GPUTarget("cuda", capability, 32), options=options)
+        steps = re.findall(r"griddepcontrol\.wait|\b(?:ld|st|atom|red|cp|prefetch)\.\S*global", made.asm["ptx"])
+        assert capability < 90 or steps[0] == "griddepcontrol.wait", f"{one.kernel}: {steps[0]} before it waits for the kernel that writes its inputs"
         assert "trap;" not in made.asm["ptx"], f"{one.kernel}: the compiler made a trap of it"
         assert made.metadata.shared <= SHARED_BYTES[capability], f"{one.kernel}: {made.metadata.shared} bytes of shared memory"
 
@@ -387,6 +391,8 @@ def test_a_kernel_that_does_not_compile_is_noticed(compiler: Interpreter) -> Non
     compiler(compile_for, [good], 90)
     with pytest.raises(pytest.fail.Exception, match="power of 2"):
         compiler(compile_for, [replace(good, constants={(3,): 1, (5,): 17})], 90)
+    with pytest.raises(pytest.fail.Exception, match=r"_hasty_kernel: ld\.global before it waits"):
+        compiler(compile_for, [replace(good, kernel="_hasty_kernel")], 90)
 
 
 # ---- under torch.compile ---------------------------------------------------------------------------------------------

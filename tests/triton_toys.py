@@ -6,12 +6,42 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4_ops._triton.launching import wait_for_inputs
+
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["x_ptr"])
 def _double_kernel(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK: tl.constexpr):
+    wait_for_inputs()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x_ptr + i + shift_in, mask=i < n, other=0)
     tl.store(y_ptr + i + shift_out, value * 2, mask=i < n)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["x_ptr"])
+def _hasty_kernel(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x_ptr + i + shift_in, mask=i < n, other=0)
+    wait_for_inputs()
+    tl.store(y_ptr + i + shift_out, value * 2, mask=i < n)
+
+
+@triton.jit
+def late_copy_kernel(source_ptr, target_ptr, n, nanoseconds, BLOCK: tl.constexpr):
+    """Lets the next launch begin, and copies long after."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    end = tl.extra.cuda.globaltimer() + nanoseconds
+    while tl.extra.cuda.globaltimer() < end:
+        pass
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target_ptr + i, tl.load(source_ptr + i, mask=i < n), mask=i < n)
+
+
+def late_copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Of two tensors of one layout: all that their storages hold."""
+    source, target = (torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in (source, target))
+    assert len(source) == len(target)
+    late_copy_kernel[(triton.cdiv(len(source), 4096),)](source, target, len(source), 20_000, BLOCK=4096, launch_pdl=True)
 
 
 @triton.jit

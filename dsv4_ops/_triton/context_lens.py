@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .elements import offset_of
-from .launching import compile_once, launch, layout, tile
+from .launching import compile_once, launch, layout, tile, wait_for_inputs
 from .slots import flat, token_request
 
 ELEMENTS = 512
@@ -37,6 +37,7 @@ def mtp_context_lens_kernel(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    wait_for_inputs()
     place = tl.arange(0, ROWS * COLUMNS)
     request = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + place // COLUMNS
     query = (tl.program_id(0) % PARTS) * COLUMNS + place % COLUMNS
@@ -67,6 +68,7 @@ def ragged_context_lens_kernel(
     So the running maximum is never computed: up to the first start above a token all are at or below it, and that one is
     the maximum of itself and those before. Every program compares its tokens with all starts.
     """
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     if num_reqs < FEW_REQUESTS:
         end_index = first_above(starts_ptr, START_STRIDE, num_reqs, token, 0, FEW_REQUESTS)
@@ -113,6 +115,7 @@ def expand_block_table_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    wait_for_inputs()
     first_token = tl.program_id(0).to(tl.int64) * ROWS
     token = first_token + tl.arange(0, ROWS)
     request, has_request = token_request(requests_ptr, REQUEST_STRIDE, valid_ptr, VALID_STRIDE, token, token < tokens, num_reqs)
@@ -140,6 +143,7 @@ def local_context_lens_kernel(
     INTERLEAVE: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
+    wait_for_inputs()
     element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     length = tl.load(lens_ptr + offset_of(element, size1, size2, stride0, stride1, stride2, DENSE), mask=element < count, other=0)
     length = tl.maximum(length.to(tl.int64), 0)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .context_lens import FEW_REQUESTS, MANY_REQUESTS, NO_LIMIT, first_above, visible
-from .launching import compile_once, launch, tile
+from .launching import compile_once, launch, tile, wait_for_inputs
 from .slots import flat
 from .swa_indices import store_window
 
@@ -56,6 +56,7 @@ def prepare_decode_step_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TABLE_ROWS: tl.constexpr, TABLE_COLUMNS: tl.constexpr,
     FEW_REQUESTS: tl.constexpr, MANY_REQUESTS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     program = tl.program_id(0)
     if program < window_programs:
         part, first_token = program % PARTS, (program // PARTS).to(tl.int64) * ROWS

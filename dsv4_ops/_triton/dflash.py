@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import compile_once, launch
+from .launching import compile_once, launch, wait_for_inputs
 
 GROUPS = 8
 """KV groups of one launch: each has parameters of its own."""
@@ -238,6 +238,7 @@ def draft_inputs_kernel(
     SAMPLES: tl.constexpr, QUERIES: tl.constexpr, SIZES: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr, FIRST_GROUP: tl.constexpr,
     WINDOW: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     tables = (table0_ptr, table1_ptr, table2_ptr, table3_ptr, table4_ptr, table5_ptr, table6_ptr, table7_ptr)
     table_strides = (table0_stride, table1_stride, table2_stride, table3_stride, table4_stride, table5_stride, table6_stride, table7_stride)
     table_blocks = (table0_blocks, table1_blocks, table2_blocks, table3_blocks, table4_blocks, table5_blocks, table6_blocks, table7_blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from .launching import compile_once, launch, row_columns
+from .launching import compile_once, launch, row_columns, wait_for_inputs
 from .slots import slot_at, token_request
 
 
@@ -30,6 +30,7 @@ def global_topk_kernel(
     TOPK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     request, has_request = token_request(requests_ptr, REQUEST_STRIDE, valid_ptr, VALID_STRIDE, token, True, num_reqs)
     length = 0

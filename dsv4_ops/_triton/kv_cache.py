@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..kv_cache import AMAX_FLOOR, GROUP, GROUPS, HEAD_DIM, NOPE_DIM, ROPE_DIM, ROW_BYTES, SCALE_BYTES
-from .launching import compile_once, launch
+from .launching import compile_once, launch, wait_for_inputs
 
 ROWS = 4
 CHUNK = 1024
@@ -112,6 +112,7 @@ def kv_cache_insert_kernel(
     kv_ptr, kv_stride, cache_ptr, page_stride, slots_ptr, slots_stride, tokens, slots_end,
     BLOCK_SIZE: tl.constexpr, KV_ALIGNED: tl.constexpr, CACHE_ALIGNED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)
     here = row < tokens
@@ -163,6 +164,7 @@ def kv_cache_gather_kernel(
     cache_ptr, page_stride, slots_ptr, size0, size1, size2, size3, size4, size5, size6, size7, stride0, stride1, stride2, stride3, stride4, stride5, stride6, stride7,
     out_ptr, rows, slots_end, BLOCK_SIZE: tl.constexpr, DIMENSIONS: tl.constexpr, CACHE_ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     sizes = (size0, size1, size2, size3, size4, size5, size6, size7)
     strides = (stride0, stride1, stride2, stride3, stride4, stride5, stride6, stride7)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def compile_once(*, aligned: tuple[str, ...]) -> Callable[[Callable[..., Any]], Any]:
@@ -26,11 +30,36 @@ def compile_once(*, aligned: tuple[str, ...]) -> Callable[[Callable[..., Any]], 
     return jit
 
 
+@tl.core.builtin
+def _programmatic(_semantic: Any = None) -> Any:
+    return tl.constexpr(getattr(_semantic.builder.options, "launch_pdl", False))
+
+
+@triton.jit
+def wait_for_inputs():
+    """The first statement of every kernel: nothing in device memory is touched before it.
+
+    Where the GPU has programmatic dependent launch, ``launch`` lets programs begin once those of the kernel before have ended; they
+    stand here until all that it wrote is visible. So the start of one kernel overlaps the end of the other. None lets the next begin
+    earlier: kernels of others may rely on its results before they wait, and where there are many programs it is slower.
+    """
+    if not INTERPRETED and _programmatic():
+        tl.extra.cuda.gdc_wait()
+
+
+@functools.cache
+def _launch_options(device: int) -> dict[str, bool]:
+    """Programmatic dependent launch where the GPU has it. Kernels are compiled to wait for the one before just where they are launched so."""
+    return {"launch_pdl": True} if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0) else {}
+
+
 def launch(kernel: Any, programs: int | tuple[int, int], device: torch.device, *args: Any, **constants: Any) -> None:
     """Start ``programs`` programs on ``device``, which need not be the current one; none for an empty output."""
     grid = (programs,) if isinstance(programs, int) else programs
     if 0 in grid:
         return
+    if device.type == "cuda":
+        constants |= _launch_options(device.index)
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*args, **constants)
     else:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import compile_once, launch, row_columns
+from .launching import compile_once, launch, row_columns, wait_for_inputs
 from .slots import packed, slot_at, token_request
 
 
@@ -60,6 +60,7 @@ def build_mixed_kernel(
     TOPK_COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     request, listed = token_request(requests_ptr, REQUEST_STRIDE, valid_ptr, VALID_STRIDE, token, True, num_reqs)
     compressed_row, row_ptr = request * compressed_table_stride, indices_ptr + token * WIDTH

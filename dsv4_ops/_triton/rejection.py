@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..workspace import workspace_manager
-from .launching import compile_once, launch
+from .launching import compile_once, launch, wait_for_inputs
 from .sampling import (
     INFINITY,
     LARGEST,
@@ -79,6 +79,7 @@ def judge_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
+    wait_for_inputs()
     ROWS: tl.constexpr = 1 + DRAFTS + (DRAFTS if SAMPLED else 0)
     tile = tl.program_id(0) % TILES
     row = tl.program_id(0) // TILES % ROWS
@@ -184,6 +185,7 @@ def draw_kernel(
     TILES: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    wait_for_inputs()
     ROWS: tl.constexpr = 1 + DRAFTS + (DRAFTS if SAMPLED else 0)
     tile = tl.program_id(0) % TILES
     request = (tl.program_id(0) // TILES).to(tl.int64)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..workspace import workspace_manager
-from .launching import compile_once, launch
+from .launching import INTERPRETED, compile_once, launch, wait_for_inputs
 
 RACED = (2048, 4)  # columns of the widest tile and warps for it: 64 programs for a row of 129,280
 QUAD = tl.constexpr(4)  # columns that share a Philox block
@@ -23,8 +23,6 @@ NOBODY = tl.constexpr(2147483647)
 INFINITY = tl.constexpr(float("inf"))
 ROUNDED_ONCE = {"enable_fp_fusion": False}
 """Launch option: a product and a sum stay two roundings wherever the code is inlined, so kernels that race one row get the same bits."""
-
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -157,6 +155,7 @@ def race_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
+    wait_for_inputs()
     tile = tl.program_id(0) % TILES
     row = (tl.program_id(0) // TILES).to(tl.int64)
     request = tl.load(idx_mapping_ptr + row * idx_mapping_stride).to(tl.int64)
@@ -192,6 +191,7 @@ def first_kernel(
     TILES: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(idx_mapping_ptr + row * idx_mapping_stride).to(tl.int64)
     live = (request >= 0) & (request < max_reqs)

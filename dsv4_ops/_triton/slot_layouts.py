@@ -7,13 +7,11 @@ import triton
 import triton.language as tl
 
 from .elements import offset_of
-from .launching import compile_once, launch, layout, tile
+from .launching import compile_once, launch, layout, tile, wait_for_inputs
 from .slots import flat, largest_slot, spread
 
 ELEMENTS = 512
-CSR_ELEMENTS, CSR_WARPS, LENS = 1024, 4, 1024
-# Where holes are dropped a program counts through all rows, so that few programs take many rows each.
-HOLES_ELEMENTS, HOLES_WARPS = 8192, 32
+CSR_ELEMENTS, LENS = 1024, 1024
 
 
 @compile_once(aligned=())
@@ -32,6 +30,7 @@ def packed_page_slots_kernel(
     LIMIT: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
+    wait_for_inputs()
     element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     slot = tl.load(slots_ptr + offset_of(element, size1, size2, stride0, stride1, stride2, DENSE), mask=element < count, other=-1)
     LARGEST: tl.constexpr = largest_slot(BLOCK_SIZE, BLOCK_SPAN, LIMIT)
@@ -57,36 +56,31 @@ def swa_indices_to_csr_kernel(
     LENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
-    """Every program counts for itself what stands before its rows and in all of them: nobody waits for another.
+    """Entries that belong to no row go behind all that do, in order, so that every place is written exactly once.
 
-    Entries that belong to no row go behind all that do, in order, so that every place is written exactly once.
+    With ``DROP_HOLES`` indptr is already there. Without, every program adds up the lengths before its rows and all of them.
     """
+    wait_for_inputs()
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     row = first_row + tl.arange(0, ROWS)
     live = row < rows
     length = tl.minimum(tl.maximum(tl.load(lens_ptr + row * LENS_STRIDE, mask=live, other=0), 0), WIDTH)
     slot = _slots(indices_ptr, first_row, 0, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
     if DROP_HOLES:
-        kept = tl.sum(tl.reshape(_is_kept(slot, length, 0, ROWS, COLUMNS), [ROWS, COLUMNS]), 1)
-        for begin in range(COLUMNS, WIDTH, COLUMNS):
-            more = _slots(indices_ptr, first_row, begin, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
-            kept += tl.sum(tl.reshape(_is_kept(more, length, begin, ROWS, COLUMNS), [ROWS, COLUMNS]), 1)
-        before, every = _count_entries(indices_ptr, lens_ptr, first_row, rows, row_stride, LENS_STRIDE, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
+        start, every = tl.load(indptr_ptr + row, mask=live, other=0), tl.load(indptr_ptr + rows)
     else:
-        kept = length
         before, every = _count_lens(lens_ptr, first_row, rows, LENS_STRIDE, WIDTH, LENS)
-    end = before + tl.cumsum(kept, 0)
-    start = end - kept
+        end = before + tl.cumsum(length, 0)
+        start = end - length
+        tl.store(indptr_ptr + row + 1, end, mask=live)
+        tl.store(indptr_ptr + row, 0, mask=row == 0)
     # The entries of all rows before this one that were left out come first behind the kept ones.
     rest = (every + row * WIDTH - start).to(tl.int32)
     start, rest = _place(flat_ptr, slot, first_row, 0, rows, start, rest, length, WIDTH, DROP_HOLES, ROWS, COLUMNS)
     for begin in range(COLUMNS, WIDTH, COLUMNS):
         slot = _slots(indices_ptr, first_row, begin, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
         start, rest = _place(flat_ptr, slot, first_row, begin, rows, start, rest, length, WIDTH, DROP_HOLES, ROWS, COLUMNS)
-    tl.store(indptr_ptr + row + 1, end, mask=live)
-    tl.store(indptr_ptr + row, 0, mask=row == 0)
 
 
 @triton.jit
@@ -137,44 +131,37 @@ def _count_lens(lens_ptr, first_row, rows, LENS_STRIDE: tl.constexpr, WIDTH: tl.
     return (both & 0xFFFFFFFF).to(tl.int32), (both >> 32).to(tl.int32)
 
 
-@triton.jit
-def _is_kept(slot, length, begin, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """1 for entries of a row that are no holes, 0 for others; flat, from column ``begin`` on."""
-    column = begin + tl.arange(0, ROWS * COLUMNS) % COLUMNS
-    return ((slot >= 0) & (column < spread(length, COLUMNS))).to(tl.int32)
-
-
-@triton.jit
-def _kept_of_tile(
-    indices_ptr, lens_ptr, number, rows, row_stride, LENS_STRIDE: tl.constexpr, COLUMN_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
+@compile_once(aligned=("indptr_ptr",))
+def csr_counts_kernel(
+    indptr_ptr, indices_ptr, lens_ptr, rows, row_stride, LENS_STRIDE: tl.constexpr, COLUMN_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    first_row, begin = number // PARTS * ROWS, number % PARTS * COLUMNS
+    """``indptr[row + 1]``: entries of the row that are no holes."""
+    wait_for_inputs()
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
     row = first_row + tl.arange(0, ROWS)
     length = tl.load(lens_ptr + row * LENS_STRIDE, mask=row < rows, other=0)
-    return _is_kept(_slots(indices_ptr, first_row, begin, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS), length, begin, ROWS, COLUMNS)
+    kept = tl.zeros((ROWS,), tl.int32)
+    for begin in range(0, WIDTH, COLUMNS):
+        slot = _slots(indices_ptr, first_row, begin, rows, row_stride, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS)
+        column = begin + tl.arange(0, ROWS * COLUMNS) % COLUMNS
+        listed = (slot >= 0) & (column < spread(length, COLUMNS))
+        kept += tl.sum(tl.reshape(listed.to(tl.int32), [ROWS, COLUMNS]), 1)
+    tl.store(indptr_ptr + row + 1, kept, mask=row < rows)
 
 
-@triton.jit
-def _count_entries(
-    indices_ptr, lens_ptr, first_row, rows, row_stride, LENS_STRIDE: tl.constexpr, COLUMN_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """How many entries of the rows before ``first_row`` are no holes, and of all rows. Each tile is loaded while the one before it is counted."""
-    before, after = tl.zeros((ROWS * COLUMNS,), tl.int32), tl.zeros((ROWS * COLUMNS,), tl.int32)
-    number, own, tiles = tl.full((), 0, tl.int64), first_row // ROWS * PARTS, (rows.to(tl.int64) + ROWS - 1) // ROWS * PARTS
-    kept = _kept_of_tile(indices_ptr, lens_ptr, number, rows, row_stride, LENS_STRIDE, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
-    while number < own:
-        number += 1
-        ahead = _kept_of_tile(indices_ptr, lens_ptr, number, rows, row_stride, LENS_STRIDE, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
-        before += kept
-        kept = ahead
-    while number < tiles:
-        number += 1
-        ahead = _kept_of_tile(indices_ptr, lens_ptr, number, rows, row_stride, LENS_STRIDE, COLUMN_STRIDE, WIDTH, ROWS, COLUMNS, PARTS)
-        after += kept
-        kept = ahead
-    # Below 2**31 each, so that one reduction of int64 does both.
-    both = tl.sum((before.to(tl.int64) << 32) + after, 0)
-    return (both >> 32).to(tl.int32), ((both >> 32) + (both & 0xFFFFFFFF)).to(tl.int32)
+@compile_once(aligned=("indptr_ptr",))
+def csr_ends_kernel(indptr_ptr, rows, LENS: tl.constexpr):
+    """One program turns the counts behind ``indptr[0]`` into their running sum."""
+    wait_for_inputs()
+    tl.store(indptr_ptr, 0)
+    before = tl.full((), 0, tl.int32)
+    begin = tl.full((), 0, tl.int64)
+    while begin < rows:
+        row = begin + tl.arange(0, LENS)
+        count = tl.load(indptr_ptr + row + 1, mask=row < rows, other=0)
+        tl.store(indptr_ptr + row + 1, before + tl.cumsum(count, 0), mask=row < rows)
+        before += tl.sum(count, 0)
+        begin += LENS
 
 
 def packed_page_slots(slots: torch.Tensor, block_size: int, block_span: int) -> torch.Tensor:
@@ -199,28 +186,18 @@ def packed_page_slots(slots: torch.Tensor, block_size: int, block_span: int) -> 
 
 
 def swa_indices_to_csr(indices: torch.Tensor, lens: torch.Tensor, drop_holes: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """One launch. Where holes are dropped, two more before it: a program would have to read all rows to know where its own begin."""
     num_rows, width = indices.shape
     indptr, entries = indices.new_empty((num_rows + 1,)), indices.new_empty((num_rows * width,))
-    rows, columns, parts = tile(width, HOLES_ELEMENTS if drop_holes else CSR_ELEMENTS)
+    rows, columns, _ = tile(width, CSR_ELEMENTS)
     rows = min(rows, 32)  # more would not fit into the registers of a program
+    programs = triton.cdiv(num_rows, rows)
+    constants = {"LENS_STRIDE": lens.stride(0), "COLUMN_STRIDE": indices.stride(1), "WIDTH": width, "ROWS": rows, "COLUMNS": columns, "num_warps": 4}
+    if drop_holes:
+        launch(csr_counts_kernel, programs, indices.device, indptr, indices, lens, num_rows, indices.stride(0), **constants)
+        launch(csr_ends_kernel, 1, indices.device, indptr, num_rows, LENS=LENS, num_warps=4)
     launch(
-        swa_indices_to_csr_kernel,
-        max(1, triton.cdiv(num_rows, rows)),  # without rows there still is indptr[0]
-        indices.device,
-        indptr,
-        entries,
-        indices,
-        lens,
-        num_rows,
-        indices.stride(0),
-        LENS_STRIDE=lens.stride(0),
-        COLUMN_STRIDE=indices.stride(1),
-        WIDTH=width,
-        DROP_HOLES=drop_holes,
-        LENS=LENS,
-        ROWS=rows,
-        COLUMNS=columns,
-        PARTS=parts,
-        num_warps=HOLES_WARPS if drop_holes else CSR_WARPS,
-    )
+        swa_indices_to_csr_kernel, max(1, programs), indices.device,  # without rows there still is indptr[0]
+        indptr, entries, indices, lens, num_rows, indices.stride(0), DROP_HOLES=drop_holes, LENS=LENS, **constants,
+    )  # fmt: skip
     return indptr, entries

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..kv_cache import GROUP, HEAD_DIM, NOPE_DIM, ROW_BYTES, SCALE_BYTES
 from ..workspace import workspace_manager
-from .launching import compile_once, launch
+from .launching import compile_once, launch, wait_for_inputs
 
 HOPPER = (64, 64, 8)
 OTHERS = (16, 32, 8)
@@ -269,6 +269,7 @@ def attend_kernel(
     EXACT: tl.constexpr,
     SINK: tl.constexpr,
 ):
+    wait_for_inputs()
     BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     PRODUCTS: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
     # Blocks of heads that read the same keys run side by side.
@@ -300,6 +301,7 @@ def combine_kernel(
     out_ptr, lse_ptr, partial_ptr, top_ptr, total_ptr, sink_ptr, start, sink_stride,
     HEADS: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     slice_token = (tl.program_id(0) // HEADS).to(tl.int64)
     split, column = tl.arange(0, LANES), tl.arange(0, _HEAD_DIM)

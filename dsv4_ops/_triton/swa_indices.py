@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import compile_once, launch, tile
+from .launching import compile_once, launch, tile, wait_for_inputs
 from .slots import slot_at, token_request
 
 ELEMENTS = 512  # a program's part: rows of 128 columns fill 132 processors from 528 tokens on, and 1024 rows are 256 programs
@@ -35,6 +35,7 @@ def causal_swa_kernel(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    wait_for_inputs()
     part, first_token = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64) * ROWS
     token = first_token + tl.arange(0, ROWS)
     live = token < tokens
@@ -85,6 +86,7 @@ def draft_swa_kernel(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    wait_for_inputs()
     part, first_row = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64) * ROWS
     row = first_row + tl.arange(0, ROWS)
     request = row // QUERIES

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .kv_cache import rounded_to_bf16
-from .launching import compile_once, launch, tile
+from .launching import compile_once, launch, tile, wait_for_inputs
 
 ELEMENTS = 1024  # of a program's tile: 8 a thread
 WARPS = 4
@@ -40,6 +40,7 @@ def swiglu_kernel(
     WIDTH: tl.constexpr, DIMENSIONS: tl.constexpr, INTERLEAVED: tl.constexpr, DENSE: tl.constexpr, ALIGNED: tl.constexpr,
     HAS_BETA: tl.constexpr, HAS_LIMIT: tl.constexpr, PER_EXPERT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     program = tl.program_id(0)
     row = (program // PARTS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = program % PARTS * COLUMNS + tl.arange(0, COLUMNS)

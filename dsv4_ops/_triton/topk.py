@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import compile_once
+from .launching import compile_once, wait_for_inputs
 from .launching import launch as start
 
 BLOCK, WARPS = 2048, 8
@@ -41,6 +41,7 @@ def topk_kernel(
     BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Length of row i: element ``[i // inner, i % inner]`` of ``lengths``, 0 from row ``entries`` on, at most ``limit``."""
+    wait_for_inputs()
     LOWEST: tl.constexpr = -(1 << (BITS - 1))
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + row // inner * outer_stride + row % inner * inner_stride, mask=row < entries, other=0).to(tl.int64)

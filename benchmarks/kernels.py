@@ -3,7 +3,8 @@
 What is measured stands in the modules of FAMILIES, each with a function ``cases()``. A case names an op and draws calls of
 it; peers are prepared for the same call and must give the same result. Everything is checked against the op's reference in
 the same run, before it is timed and after: a wrong result has no time. Hot: 64 calls on one input set. Cold: one call
-on each of 64 sets, after 256 MB were read. ``empty`` and ``one_store`` are Triton kernels that do nothing, or store one
+on each of 64 sets, after 256 MB were read. Calls follow one another as in a captured step: a kernel of ours starts while the
+one before it ends (programmatic dependent launch), one of a peer after it. ``empty`` and ``one_store`` are Triton kernels that do nothing, or store one
 block: the floor of a launch. PEERS_DIR holds ``triton_extracted.py``, the peers' ``@triton.jit`` functions.
 
 Arguments narrow the run to ops (``python -m benchmarks.kernels global_topk_indices``), which is written as ``kernels-part.json``.
@@ -33,7 +34,11 @@ from .timing import Call, ColdReplays, copy_rate, launches
 FAMILIES = ("kernels_index", "kernels_step")
 CALLS = 64
 DEVICE = "cuda"
-METHOD = f"CUDA graph of {CALLS} calls, us a call, of 11 replays; hot: all on one input set; cold: one on each of {CALLS} sets after 256 MB were read"
+METHOD = (
+    f"CUDA graph of {CALLS} calls, us a call, of 11 replays; hot: all on one input set; cold: one on each of {CALLS} sets after 256 MB were read. "
+    "A Triton kernel of dsv4_ops starts while the one before it ends (programmatic dependent launch), as it does after any kernel of a captured step; "
+    "floors are launched plainly, peers as their authors do"
+)
 WITHIN_US, AHEAD = 0.3, 1.05
 
 Prepared = tuple[Call, Sequence[torch.Tensor | None]]

@@ -63,8 +63,10 @@ def mixed(tokens: int, seed: int, device: str, width: int, decodes: bool = True,
 
 
 def causal(tokens: int, seed: int, device: str, width: int) -> Sample:
+    """Each request's tokens follow one another: its peer has no positions, but lengths."""
     draw = Draw(tokens, seed, device)
-    return Sample("", (draw.integers(0, PAGES * PAGE, tokens, dtype=torch.int64), draw.requests, draw.valid, draw.table()), {"block_size": PAGE, "window": WINDOW, "width": width})
+    positions = draw.integers(0, PAGES * PAGE - QUERIES, draw.reqs, 1, dtype=torch.int64) + torch.arange(QUERIES, device=device)
+    return Sample("", (positions.flatten(), draw.requests, draw.valid, draw.table()), {"block_size": PAGE, "window": WINDOW, "width": width})
 
 
 def draft(tokens: int, seed: int, device: str, width: int) -> Sample:
@@ -136,6 +138,38 @@ def mixed_peer(kernels: ModuleType, sample: Sample) -> Prepared:
     return call, (indices, lens)
 
 
+def causal_peer(kernels: ModuleType, sample: Sample) -> Prepared:
+    positions, requests, valid, table = sample.args
+    window, width = sample.kwargs["window"], sample.kwargs["width"]
+    seq_lens = (positions[QUERIES - 1 :: QUERIES] + 1).to(torch.int32)
+    starts = torch.arange(0, len(positions) + 1, QUERIES, dtype=torch.int32, device=positions.device)
+    indices, lens, none = torch.empty(len(positions), width, dtype=torch.int32, device=positions.device), torch.empty_like(requests), torch.zeros_like(starts)
+
+    def call() -> None:
+        kernels.causal_swa_kernel[(len(positions),)](
+            indices, indices.stride(0), lens, window, width, lens, lens, starts, seq_lens, requests, valid, table, table.stride(0), PAGE, none, 0,
+            HAS_IMAGE=False, TRITON_BLOCK_SIZE=1024,
+        )  # fmt: skip
+
+    return call, (indices, lens)
+
+
+def draft_peer(kernels: ModuleType, sample: Sample) -> Prepared:
+    """A program a token: it is given the request of each."""
+    committed, table, valid = sample.args
+    window, width, tokens = sample.kwargs["window"], sample.kwargs["width"], len(committed) * QUERIES
+    seq_lens, starts = committed + QUERIES, torch.arange(0, tokens + 1, QUERIES, dtype=torch.int32, device=table.device)
+    requests, valid = torch.arange(tokens, dtype=torch.int32, device=table.device) // QUERIES, valid.repeat_interleave(QUERIES)
+    indices, lens = torch.empty(tokens, width, dtype=torch.int32, device=table.device), torch.empty_like(requests)
+
+    def call() -> None:
+        kernels.dspark_swa_kernel[(tokens,)](
+            indices, indices.stride(0), lens, window, width, starts, seq_lens, requests, valid, table, table.stride(0), PAGE, 0, TRITON_BLOCK_SIZE=1024
+        )
+
+    return call, (indices, lens)
+
+
 def cases() -> Iterator[Case]:
     for tokens in TOKENS:
         yield Case("global_topk_indices", "k 512", {"tokens": tokens}, global_topk, {"compute_global_topk_indices_and_lens": global_topk_peer})
@@ -144,9 +178,9 @@ def cases() -> Iterator[Case]:
         yield Case("build_mixed_sparse_indices", "decode, slots with lengths", {"tokens": tokens, "width": 128, "slots": True}, mixed)
         yield Case("build_mixed_sparse_indices", "prefill", {"tokens": tokens, "width": 128, "decodes": False}, mixed)
         for width in (128, 192, 256):
-            yield Case("causal_swa_indices", "window 128", {"tokens": tokens, "width": width}, causal)
+            yield Case("causal_swa_indices", "window 128", {"tokens": tokens, "width": width}, causal, {"_compute_swa_indices_and_lens_kernel": causal_peer})
         for width in (192, 256):
-            yield Case("draft_swa_indices", "blocks of 8", {"tokens": tokens, "width": width}, draft)
+            yield Case("draft_swa_indices", "blocks of 8", {"tokens": tokens, "width": width}, draft, {"ComputeDSparkNoncausalSWAIndicesKernel": draft_peer})
         for drop_holes in (False, True):
             yield Case("swa_indices_to_csr", "width 192", {"tokens": tokens, "drop_holes": drop_holes}, csr)
         yield Case("packed_page_slots", "width 192", {"tokens": tokens}, packed)

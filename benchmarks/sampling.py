@@ -32,7 +32,10 @@ from .timing import ColdReplays, copy_rate
 
 WIDTH, DRAFTS, REQUESTS = 129280, 5, (1, 8, 64, 256)
 DEVICE = "cuda"
-METHOD = "cold L2 (256 MB read before each replay), CUDA graph of one call for each of 2 to 16 input sets, us a call over 11 replays; temperature 1 in random rows"
+METHOD = (
+    "cold L2 (256 MB read before each replay), CUDA graph of one call for each of 2 to 16 input sets, us a call over 11 replays; temperature 1 in random rows. "
+    "A kernel of dsv4_ops starts while the one before it ends (programmatic dependent launch); peers are launched as their authors do"
+)
 SET_BYTES = 3 << 30  # of one case's input sets together, where it has more than two
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -156,12 +155,23 @@ def test_report_draws_a_histogram(acceptance: dict[str, list[int]]) -> None:
     assert set(acceptance) == {"mtp", "dspark", "dflash"}
 
 
-def test_flash_writes_the_published_attention_sizes_only(tmp_path: Path) -> None:
-    tiny.make_tiny(tmp_path, size="flash")
-    config = DeepseekV4Config.from_pretrained(tmp_path)
+def test_flash_has_the_published_attention_sizes() -> None:
+    config = DeepseekV4Config(**tiny.SIZES["flash"])
     assert (config.num_attention_heads, config.head_dim, config.index_topk, config.q_lora_rank, config.o_groups, config.hidden_size) == (64, 512, 512, 1024, 8, 4096)
-    assert not list(tmp_path.glob("*.safetensors"))
-    assert json.loads((tmp_path / "config.json").read_text())["compress_rates"] == {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    assert config.compress_rates == {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+
+def test_flash_is_stored_in_bfloat16_and_its_drafters_are_right_sometimes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an eighth of its width, so that it fits here: still wider than a KV row, unlike the tiny one."""
+    narrow = {"hidden_size": 512, "num_attention_heads": 8, "q_lora_rank": 128, "moe_intermediate_size": 64, "o_groups": 4, "o_lora_rank": 64, "index_n_heads": 8}
+    monkeypatch.setitem(tiny.SIZES, "flash", tiny.SIZES["flash"] | narrow)
+    tiny.make_tiny(tmp_path, size="flash")
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["layers.1.attn.wq_b.weight"].dtype == stored["mtp.0.e_proj.weight"].dtype == torch.bfloat16 and stored["norm.weight"].dtype == torch.float32
+    target = DeepseekV4ForCausalLM.from_pretrained(tmp_path)
+    assert target.lm_head.weight.dtype == load_drafter(tmp_path, target, "dspark").main_proj.weight.dtype == torch.bfloat16
+    for kind, counts in tiny.measure_acceptance(tmp_path, prompts=tiny.PROMPTS[:2], max_tokens=32, num_tokens=3).items():
+        assert counts[0] and sum(counts[1:]) > 2, kind
 
 
 def test_unknown_sizes_are_refused(tmp_path: Path) -> None:

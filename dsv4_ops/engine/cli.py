@@ -17,6 +17,7 @@ from .runner import DONE, MODES, NOTHING_DONE, VERIFY_TOKENS, Interrupted, Run, 
 __all__ = ["add_commands", "main"]
 
 KV_DTYPES = ("float32", "bfloat16", "fp8")
+TINY_SIZES = ("tiny", "flash")
 
 
 def add_commands(commands: Any, exit_codes: str) -> None:
@@ -59,7 +60,8 @@ def add_commands(commands: Any, exit_codes: str) -> None:
     tiny = commands.add_parser("make-tiny", help="write a small checkpoint with drafters", description="Write a small checkpoint with its drafters, in the published format.")
     tiny.add_argument("directory", metavar="DIR", type=Path)
     tiny.add_argument("--seed", type=_seed, default=0, help="the same seed gives the same bytes (default: 0)")
-    tiny.add_argument("--size", default="tiny", help="tiny, or flash: the attention of DeepSeek-V4-Flash (default: tiny)")
+    tiny.add_argument("--size", choices=TINY_SIZES, default="tiny", help="flash: the attention of DeepSeek-V4-Flash on four layers, 3 GB (default: tiny)")
+    tiny.add_argument("--device", default="cpu", help="where the weights are drawn: cpu, cuda or cuda:N (default: cpu)")
     tiny.add_argument("--measure", action="store_true", help="also count how many draft tokens are accepted")
 
 
@@ -134,7 +136,7 @@ def _make_tiny(options: argparse.Namespace) -> int:
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
         raise RequestError(f"{folder}: holds other files and no checkpoint. Name a folder that is empty, absent, or has a checkpoint to replace.")
     try:
-        report = make_tiny(options.directory, options.seed, options.size, measure=options.measure)
+        report = make_tiny(options.directory, options.seed, options.size, measure=options.measure, device=options.device)
     except OSError as error:
         raise RequestError(f"{options.directory}: cannot be written: {error.strerror or error}.") from None
     print(f"{report.path}: {report.size} checkpoint of seed {report.seed}, {report.parameters:,} parameters, {report.seconds:.1f} s")

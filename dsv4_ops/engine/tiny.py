@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -50,7 +50,7 @@ from .drafters import (
 )
 from .tokenizer import BOS_ID, EOS_ID, MASK_ID, PAD_ID, VOCAB_SIZE
 
-__all__ = ["ALPHABET", "SIZES", "TinyReport", "make_tiny", "measure_acceptance", "summary"]
+__all__ = ["ALPHABET", "SIZES", "TinyReport", "make_tiny", "measure_acceptance", "summary", "write_checkpoint"]
 
 VOWELS, CONSONANTS, MARKS = "aeiouy", "bcdfghjklmnpqrstvwxz", " \n"
 ALPHABET = VOWELS + CONSONANTS + MARKS
@@ -144,29 +144,24 @@ class TinyReport:
         return "\n".join(lines)
 
 
-def make_tiny(directory: str | Path, seed: int = 0, size: str = "tiny", *, measure: bool = False) -> TinyReport:
+def make_tiny(directory: str | Path, seed: int = 0, size: str = "tiny", *, measure: bool = False, device: str = "cpu") -> TinyReport:
     """Write the checkpoint of ``size`` to ``directory`` (made if absent; its files are replaced).
 
-    The same seed gives the same bytes. ``measure`` also runs :func:`measure_acceptance`. Of size "flash" only the configuration is
-    written, for tools that need the published attention sizes but no weights. Raises ArgumentError for an unknown size.
+    The same seed gives the same bytes on the same kind of device. "tiny" is stored as float32 (19 MB with its drafters), "flash" as
+    bfloat16 (3 GB, half a minute on two cores, seconds on a GPU). ``measure`` also runs :func:`measure_acceptance`. Raises
+    ArgumentError for an unknown size.
     """
     if size not in SIZES:
         raise ArgumentError("make_tiny", "size", "one of " + ", ".join(map(repr, SIZES)), repr(size))
     started = time.perf_counter()
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    if size != "tiny":
-        _write(path, DeepseekV4Config(**SIZES[size]), {})
-        return TinyReport(path, size, seed, 0, time.perf_counter() - started)
-    builder = _Builder(seed, DeepseekV4Config(**SIZES[size]))
-    # Constructing modules draws initial weights from the global generator: all are replaced, and it is left as it was.
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        target = builder.target()
-        _write(path, builder.config, {**_target_tensors(target), **published_tensors(builder.mtp(target))})
-        _generation().save_pretrained(path)
-        for kind in ("dspark", "dflash"):
-            config = builder.block_config()
-            _write(path / kind, config, published_tensors(builder.block(target, config, kind)))
+    # Constructing modules draws initial weights from the global generators: all are replaced, and those are left as they were.
+    with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.device(device).type == "cuda" else []), torch.device(device):
+        builder = _Builder(seed, DeepseekV4Config(**SIZES[size]))
+        target, block_config = builder.target(), builder.block_config()
+        mtp, blocks = builder.mtp(target), {kind: (block_config, builder.block(target, block_config, kind)) for kind in ("dspark", "dflash")}
+        write_checkpoint(path, builder.config, target, mtp, blocks, stored=torch.float32 if size == "tiny" else torch.bfloat16)
     report = TinyReport(path, size, seed, sum(p.numel() for p in target.parameters()), time.perf_counter() - started)
     if measure:
         report.acceptance = measure_acceptance(path)
@@ -195,11 +190,12 @@ class _Builder:
 
     def __init__(self, seed: int, config: DeepseekV4Config) -> None:
         self.config = config
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
         self.hidden = int(config.hidden_size)
         letters = len(ALPHABET)
         # Orthogonal rows of unit mean square: one for each letter, one for "lately seen" of each, one that all tokens share, free ones.
         directions = torch.linalg.qr(self.normal(self.hidden, self.hidden))[0] * math.sqrt(self.hidden)
+        self.directions = directions
         self.letters, self.seen, self.common, self.free = directions[:letters], directions[letters : 2 * letters], directions[2 * letters], directions[2 * letters + 1 :]
 
     def normal(self, *shape: int, std: float = 1.0) -> torch.Tensor:
@@ -269,7 +265,9 @@ class _Builder:
         query[size - rope + 2 * pairs] = math.sqrt(size / len(pairs)) * angle.cos()
         query[size - rope + 2 * pairs + 1] = math.sqrt(size / len(pairs)) * angle.sin()
         unit = self.common / math.sqrt(self.hidden)
-        keep = torch.linalg.qr(self.normal(size - rope, self.hidden))[0]
+        # Values hold the whole embedding where it fits, else its part in the first directions, which are the letters'.
+        fits = self.hidden <= size - rope
+        keep = torch.linalg.qr(self.normal(size - rope, self.hidden))[0] if fits else self.directions[: size - rope] / math.sqrt(self.hidden)
         kv = torch.zeros(size, self.hidden)
         kv[: size - rope] = keep * math.sqrt(size / self.hidden)
         # |key| is kv_gain * sqrt(size); of it this part, against a query of length sqrt(size), gives the score `recency`.
@@ -383,6 +381,21 @@ class _Builder:
         return drafter
 
 
+def write_checkpoint(
+    path: Path, config: DeepseekV4Config, target: DeepseekV4ForCausalLM, mtp: MTPDrafter, blocks: Mapping[str, tuple[DeepseekV4Config, BlockDrafter]],
+    *, stored: torch.dtype = torch.float32, loaded: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """The folder of a target with its drafters, in the published format.
+
+    Matrices are stored as ``stored``, vectors as float32; config.json tells a loader to make them ``loaded`` (default: ``stored``).
+    """
+    loaded = loaded or stored
+    _write(path, config, {**_target_tensors(target), **published_tensors(mtp)}, stored, loaded)
+    _generation().save_pretrained(path)
+    for kind, (block_config, drafter) in blocks.items():
+        _write(path / kind, block_config, published_tensors(drafter), stored, loaded)
+
+
 def _target_tensors(target: DeepseekV4ForCausalLM) -> dict[str, torch.Tensor]:
     """The target's tensors under their published names."""
     compressor = [
@@ -412,14 +425,13 @@ def _generation(**options: Any) -> GenerationConfig:
     return GenerationConfig.from_dict(fields)
 
 
-def _write(path: Path, config: DeepseekV4Config, tensors: dict[str, torch.Tensor]) -> None:
+def _write(path: Path, config: DeepseekV4Config, tensors: dict[str, torch.Tensor], stored: torch.dtype, loaded: torch.dtype) -> None:
     path.mkdir(parents=True, exist_ok=True)
     config.architectures = ["DeepseekV4ForCausalLM"]
-    config.dtype = torch.float32
+    config.dtype = loaded
     config.save_pretrained(path)
-    if not tensors:
-        return
-    save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    narrow = {name: tensor.detach().to(stored if tensor.is_floating_point() and tensor.dim() > 1 else tensor.dtype) for name, tensor in tensors.items()}
+    save_file({name: tensor.contiguous().clone() for name, tensor in narrow.items()}, path / "model.safetensors", metadata={"format": "pt"})
 
 
 # Acceptance, without an engine: transformers decodes, the drafters guess from what it left.

@@ -39,7 +39,7 @@ CSRC = Path("csrc")
 OLDEST_TORCH = (2, 11)
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DPy_LIMITED_API=0x030A0000"]
 REPORT = "_build.json"
-"""Beside the libraries: what was left out and why, for ``dsv4_ops.skipped`` (pip hides the build's output)."""
+"""Beside the libraries: what was left out and why, for ``dsv4_ops.skipped`` (pip hides the build's output), and the commit, for ``bench``."""
 
 
 class CannotBuildError(BaseError):
@@ -202,13 +202,24 @@ def plan() -> tuple[list[Extension], dict[str, str]]:
 PARTS, MISSING = plan()
 
 
+def commit() -> str | None:
+    """The checkout's commit, ``-changed`` where tracked files differ from it; None outside a checkout."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--exclude=*", "--dirty=-changed"], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
 def write_report(build_lib: str, in_source: bool) -> None:
     if in_source:
         for name in MISSING:  # what an earlier build in place left would be loaded, though it is of other sources
             (ROOT / "dsv4_ops" / f"{name}.abi3.so").unlink(missing_ok=True)
     for folder in [Path(build_lib) / "dsv4_ops", *([ROOT / "dsv4_ops"] if in_source else [])]:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / REPORT).write_text(json.dumps({"missing": MISSING}, indent=1) + "\n")
+        (folder / REPORT).write_text(json.dumps({"missing": MISSING, "commit": commit()}, indent=1) + "\n")
 
 
 class BuildPython(build_py):

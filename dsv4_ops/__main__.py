@@ -39,6 +39,10 @@ def parser() -> argparse.ArgumentParser:
     ops.add_argument("name", nargs="?", metavar="NAME", help="all about one op: its arguments, how to call it, an example that runs")
     ops.add_argument("--markdown", action="store_true", help="as the Markdown table of README")
     ops.add_argument("--write", metavar="PAGE", help="put the Markdown table between the ops:begin and ops:end markers of PAGE")
+
+    from .bench import cli as bench
+
+    bench.add_command(commands)
     return top
 
 
@@ -80,6 +84,10 @@ def _run(options: argparse.Namespace) -> int:
         else:
             sys.stdout.write(doctor.ops_markdown() if options.markdown else doctor.ops_text())
         return 0
+    if options.command == "bench":
+        from .bench import cli as bench
+
+        return bench.main(options)
     from .engine import cli
 
     return cli.main(options)

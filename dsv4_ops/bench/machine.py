@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .. import envs
 
 PACKAGE = Path(__file__).resolve().parent.parent
 MEASURED = ("csrc", "dsv4_ops", "passes", "benchmarks/*.py")
@@ -25,7 +26,7 @@ def commit() -> str:
 
     An installed package has it from its build; ``unknown`` where that had no history either.
     """
-    if named := os.environ.get("COMMIT"):
+    if named := envs.commit():
         return named
     # A package that is installed below a checkout of something else is not that checkout's.
     head = _output("git", "rev-parse", "--short", "HEAD") if (PACKAGE.parent / "csrc").is_dir() else None

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 
 from dsv4_ops import testing
+from dsv4_ops.bench.cases import outcome
+from dsv4_ops.bench.run import on_cpu
 from dsv4_ops.testing import Op, Sample
 
 from . import results
@@ -65,24 +67,6 @@ class Case:
     at_most_us: float | None = None
     ahead: float = AHEAD
     """What the case has to reach: a time, or else so many times faster than the best peer or near a kernel with one store."""
-
-
-def on_cpu(value: Any) -> Any:
-    """A value or a sample, its tensors on the CPU, their strides kept where they are not dense (pages)."""
-    if isinstance(value, Sample):
-        return Sample(value.label, tuple(map(on_cpu, value.args)), {name: on_cpu(item) for name, item in value.kwargs.items()})
-    if isinstance(value, list):
-        return [on_cpu(item) for item in value]
-    if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
-        return value
-    base = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage().cpu())  # type: ignore[call-overload]
-    return base.as_strided(value.shape, value.stride(), value.storage_offset())
-
-
-def outcome(op: Op, sample: Sample, result: Any) -> tuple[torch.Tensor, ...]:
-    """What a call gave: its outputs and the arguments that it mutates."""
-    named = dict(zip((a.name for a in op.overload._schema.arguments), sample.args, strict=False)) | sample.kwargs
-    return (*testing.outputs(result), *(named[name] for name in op.mutates))
 
 
 def load_peers() -> ModuleType | None:

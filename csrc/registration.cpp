@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
 
 namespace dsv4_ops {
@@ -22,7 +23,8 @@ std::tuple<Tensor, Tensor> topk_slots_cpu(
 
 std::tuple<Tensor, Tensor> sparse_mla_decode_cpu(
     const Tensor& q, const Tensor& swa_cache, const Tensor& swa_indices, const Tensor& swa_lens, const std::optional<Tensor>& extra_cache,
-    const std::optional<Tensor>& extra_indices, const std::optional<Tensor>& extra_lens, const std::optional<Tensor>& attn_sink, double scale, int64_t lane);
+    const std::optional<Tensor>& extra_indices, const std::optional<Tensor>& extra_lens, const std::optional<Tensor>& attn_sink, double scale, int64_t lane,
+    std::string backend);
 
 }  // namespace dsv4_ops
 

@@ -13,6 +13,7 @@ from ._version import __version__
 
 _registry.load_compiled()
 
+from .attention_backends import SparseMLADecode  # noqa: E402
 from .batch import BatchKind, classify_batch, is_uniform_decode, unpadded_token_rows  # noqa: E402
 from .capability import (  # noqa: E402
     explain,
@@ -25,6 +26,7 @@ from .context_lens import expand_block_table, local_context_lens, mtp_context_le
 from .decode_step import DecodeStep, prepare_decode_step  # noqa: E402
 from .dflash import DFlashInputs, capture_query_lens, draft_buffer_tokens, prepare_dflash_inputs, round_to_capture_size, scratch_rows  # noqa: E402
 from .draft_step import DraftStep, prepare_draft_step  # noqa: E402
+from .key_rows import KeyRows, sparse_key_rows  # noqa: E402
 from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
 from .mixed_indices import build_mixed_sparse_indices, global_topk_indices, mixed_row_width  # noqa: E402
 from .rejection import rejection_sample  # noqa: E402
@@ -61,6 +63,8 @@ __all__ = [
     "DFlashInputs",
     "DecodeStep",
     "DraftStep",
+    "KeyRows",
+    "SparseMLADecode",
     "SwiGLUParams",
     "WorkspaceManager",
     "__version__",
@@ -101,6 +105,7 @@ __all__ = [
     "scratch_rows",
     "select_sparse_width",
     "skipped",
+    "sparse_key_rows",
     "sparse_mla_decode",
     "swa_index_width",
     "swa_indices_to_csr",

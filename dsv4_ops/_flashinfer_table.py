@@ -18,7 +18,7 @@ from typing import Any
 
 from ._module_slice import PackageSlice, SliceError, find_package
 
-__all__ = ["DispatchTable", "build_for", "build_tools", "checked_table", "installed_dispatch_table"]
+__all__ = ["DispatchTable", "build_for", "build_tools", "checked_table", "installed_dispatch_table", "missing_parameters"]
 
 PROJECT = "flashinfer-python"
 _PACKAGE = "flashinfer"
@@ -66,6 +66,24 @@ def _version(root: Path | None) -> str:
         return importlib.metadata.version(PROJECT)
     except importlib.metadata.PackageNotFoundError:
         return "of unknown version"
+
+
+def missing_parameters(module: str, function: str, needed: frozenset[str]) -> tuple[str | None, tuple[str, ...]]:
+    """Version of the FlashInfer that an import would find, None without one, and the arguments of ``needed`` that its function does not take.
+
+    All of them where there is no such function. Read from the files, once for each installed version.
+    """
+    root = find_package(_PACKAGE)
+    return (None, tuple(sorted(needed))) if root is None else (_version(root), _missing_parameters(root, module, function, needed))
+
+
+@functools.lru_cache(maxsize=16)
+def _missing_parameters(root: Path, module: str, function: str, needed: frozenset[str]) -> tuple[str, ...]:
+    try:
+        names, anything = PackageSlice(_PACKAGE, root).parameters(module, function)
+    except SliceError:
+        return tuple(sorted(needed))
+    return () if anything else tuple(sorted(needed - names))
 
 
 def checked_table(version: str, table: Any, absent: str) -> DispatchTable:

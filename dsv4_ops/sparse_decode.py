@@ -16,6 +16,7 @@ extra_lens
 attn_sink      fp32 or bf16   [H]               logit that joins the denominator only; None: no sink
 scale          float                            factor of ``q . key``
 lane           int                              workspace lane of partial results, -1: the ambient one (PyTorch needs none)
+backend        str                              who computes it: ``attention_backends``. "auto": this package, batch-invariant
 returns out    dtype of q     [T, H, 512]       contiguous
 returns lse    fp32           [T, H]            natural log of the sum of ``exp(scale * q . key)``, without the sink
 =============  =============  ================  ==================================================================
@@ -25,7 +26,7 @@ A token without any key gets zeros and ``lse = -inf``, sink or not. What masked 
 does not reach the result. NaN in a real key reaches its own row only. Slots of block 0 are read like any other: builders
 never emit them.
 
-**Batch invariance.** A row's bits depend on its own inputs, on heads, widths and page sizes; never on T, on its place in the
+**Batch invariance.** With ``backend="auto"`` a row's bits depend on its own inputs, on heads, widths and page sizes; never on T, on its place in the
 batch or on other rows. The PyTorch implementation keeps this by multiplying groups of a fixed number of rows (the last
 one padded), in column blocks of a fixed width: every matrix product has the same shape, whatever the batch.
 
@@ -41,7 +42,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _checks, _registry
+from . import _checks, _decode_backends, _flashinfer, _flashmla, _registry
 from ._registry import BadInput, Sample
 from .errors import ArgumentDtypeError, ArgumentError, ArgumentShapeError
 from .kv_cache import HEAD_DIM, check_cache, new_kv_cache, read_rows
@@ -50,7 +51,7 @@ __all__ = ["SparseMLADecodeOutput", "sparse_mla_decode"]
 
 SPARSE_MLA_DECODE = _registry.define(
     "sparse_mla_decode(Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens, Tensor? extra_cache=None, "
-    "Tensor? extra_indices=None, Tensor? extra_lens=None, Tensor? attn_sink=None, *, float scale, int lane=-1) -> (Tensor, Tensor)",
+    "Tensor? extra_indices=None, Tensor? extra_lens=None, Tensor? attn_sink=None, *, float scale, int lane=-1, str backend='auto') -> (Tensor, Tensor)",
     out=("out", "lse"),
 )
 
@@ -81,16 +82,18 @@ def sparse_mla_decode(
     *,
     scale: float,
     lane: int = -1,
+    backend: str = "auto",
 ) -> SparseMLADecodeOutput:
     """Attention output ``[T, H, 512]`` (dtype of q) and natural-log ``lse`` fp32 ``[T, H]``, which excludes the sink.
 
-    Raises ArgumentShapeError, ArgumentDtypeError, ArgumentDeviceError, and ArgumentError when some but not all of
-    ``extra_cache``, ``extra_indices``, ``extra_lens`` are given.
+    Raises ArgumentShapeError, ArgumentDtypeError, ArgumentDeviceError, ArgumentError when some but not all of
+    ``extra_cache``, ``extra_indices``, ``extra_lens`` are given, and UnsupportedError, with all that is unmet, when a named ``backend``
+    cannot serve the call. ``SparseMLADecode`` asks that once, when an engine is built.
 
     Arguments: ``python -m dsv4_ops ops sparse_mla_decode``.
     """
     return SparseMLADecodeOutput(
-        *SPARSE_MLA_DECODE(q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, attn_sink, scale=scale, lane=lane)
+        *SPARSE_MLA_DECODE(q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, attn_sink, scale=scale, lane=lane, backend=backend)
     )
 
 
@@ -106,6 +109,7 @@ def _check(
     *,
     scale: float,
     lane: int = -1,
+    backend: str = "auto",
 ) -> None:
     where = "sparse_mla_decode"
     _checks.tensor(where, "q", q, _checks.FLOATS, 3)
@@ -133,6 +137,7 @@ def _check(
         extra_indices=extra_indices, extra_lens=extra_lens, attn_sink=attn_sink,
     )  # fmt: skip
     _checks.lane(where, lane)
+    _decode_backends.check(where, backend, scale, q, swa_cache, swa_indices, extra_cache, extra_indices)
 
 
 def _reference(
@@ -147,6 +152,7 @@ def _reference(
     *,
     scale: float,
     lane: int = -1,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, _ = q.shape
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -185,7 +191,11 @@ def _torch(
     *,
     scale: float,
     lane: int = -1,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen = _decode_backends.chosen(backend, "reference", q, swa_cache, swa_indices, extra_cache, extra_indices)
+    if chosen != "reference":
+        return _run(chosen, q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, attn_sink, scale, lane)
     tokens, heads, _ = q.shape
     group, columns = _CPU_TILE if q.device.type == "cpu" else _DEVICE_TILE
     padding = -tokens % group
@@ -272,13 +282,39 @@ def _triton(
     *,
     scale: float,
     lane: int = -1,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from ._triton import sparse_decode as kernels
+    chosen = _decode_backends.chosen(backend, "triton", q, swa_cache, swa_indices, extra_cache, extra_indices)
+    return _run(chosen, q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, attn_sink, scale, lane)
 
-    extra = None
+
+def _run(
+    backend: str,
+    q: torch.Tensor,
+    swa_cache: torch.Tensor,
+    swa_indices: torch.Tensor,
+    swa_lens: torch.Tensor,
+    extra_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_lens: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    scale: float,
+    lane: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The call by the back end of that name."""
+    if backend == "reference":
+        return _torch(q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, attn_sink, scale=scale, lane=lane, backend=backend)
+    window, extra = (swa_cache, swa_indices, swa_lens), None
     if extra_cache is not None and extra_indices is not None and extra_lens is not None:
         extra = (extra_cache, extra_indices, extra_lens)
-    return kernels.sparse_mla_decode(q, (swa_cache, swa_indices, swa_lens), extra, attn_sink, scale, lane)
+    if backend == "triton":
+        from ._triton import sparse_decode as kernels
+
+        return kernels.sparse_mla_decode(q, window, extra, attn_sink, scale, lane)
+    segments = [window] if extra is None else [window, extra]
+    if backend == "flashmla":
+        return _flashmla.sparse_mla_decode(q, segments, attn_sink, scale)
+    return _flashinfer.sparse_mla_decode(q, segments, attn_sink, scale, lane)
 
 
 def _fake(
@@ -293,6 +329,7 @@ def _fake(
     *,
     scale: float,
     lane: int = -1,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -241,12 +242,14 @@ void check_segment(const char* name, const Tensor& cache, const Tensor& indices,
 
 }  // namespace
 
-// Scratch is each thread's own, so the lane has nothing to choose.
+// Scratch is each thread's own, so the lane has nothing to choose. Back ends for GPUs are refused with their reasons in Python.
 std::tuple<Tensor, Tensor> sparse_mla_decode_cpu(
     const Tensor& q, const Tensor& swa_cache, const Tensor& swa_indices, const Tensor& swa_lens, const std::optional<Tensor>& extra_cache,
-    const std::optional<Tensor>& extra_indices, const std::optional<Tensor>& extra_lens, const std::optional<Tensor>& attn_sink, double scale, int64_t lane) {
+    const std::optional<Tensor>& extra_indices, const std::optional<Tensor>& extra_lens, const std::optional<Tensor>& attn_sink, double scale, int64_t lane,
+    std::string backend) {
   check_lane("sparse_mla_decode", lane);
   constexpr const char* op = "sparse_mla_decode";
+  DSV4_CHECK(backend == "auto" || backend == "fastest" || backend == "reference", op, ": backend ", backend, " does not run on a CPU");
   check_cpu(op, "q", q);
   const bool bfloat = q.scalar_type() == ScalarType::BFloat16;
   DSV4_CHECK(bfloat || q.scalar_type() == ScalarType::Float, op, ": q must be float32 or bfloat16");

@@ -45,6 +45,7 @@ sparse MLA layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -126,92 +127,79 @@ def build_mixed_sparse_indices(
     return result
 
 
-def _mixed_check(
-    decode_swa_indices: torch.Tensor,
-    decode_swa_lens: torch.Tensor,
-    decode_topk_indices: torch.Tensor,
-    prefill_topk_indices: torch.Tensor | None,
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    is_valid_token: torch.Tensor,
-    block_table: torch.Tensor,
-    compressed_block_table: torch.Tensor,
-    *,
-    block_size: int,
-    compressed_block_size: int,
-    window: int,
-    compress_ratio: int = 1,
-    decode_topk_lens: torch.Tensor | None = None,
-    decode_indices_are_global: bool = False,
-    block_span: int | None = None,
-    compressed_block_span: int | None = None,
-) -> None:
+class _Arguments(NamedTuple):
+    decode_swa_indices: torch.Tensor
+    decode_swa_lens: torch.Tensor
+    decode_topk_indices: torch.Tensor
+    prefill_topk_indices: torch.Tensor | None
+    positions: torch.Tensor
+    token_to_req_indices: torch.Tensor
+    is_valid_token: torch.Tensor
+    block_table: torch.Tensor
+    compressed_block_table: torch.Tensor
+    block_size: int
+    compressed_block_size: int
+    window: int
+    compress_ratio: int = 1
+    decode_topk_lens: torch.Tensor | None = None
+    decode_indices_are_global: bool = False
+    block_span: int | None = None
+    compressed_block_span: int | None = None
+
+
+_unpacked = _registry.unpacked(_Arguments)
+
+
+@_unpacked
+def _mixed_check(a: _Arguments) -> None:
     where = "build_mixed_sparse_indices"
-    _checks.tensor(where, "decode_swa_indices", decode_swa_indices, _checks.INT32, 2)
-    _checks.tensor(where, "decode_topk_indices", decode_topk_indices, _checks.INT32, 2)
-    _checks.tensor(where, "positions", positions, _checks.INT64, 1)
-    (decodes, swa_width), topk, tokens = decode_swa_indices.shape, decode_topk_indices.shape[1], positions.shape[0]
+    _checks.tensor(where, "decode_swa_indices", a.decode_swa_indices, _checks.INT32, 2)
+    _checks.tensor(where, "decode_topk_indices", a.decode_topk_indices, _checks.INT32, 2)
+    _checks.tensor(where, "positions", a.positions, _checks.INT64, 1)
+    (decodes, swa_width), topk, tokens = a.decode_swa_indices.shape, a.decode_topk_indices.shape[1], a.positions.shape[0]
     if decodes > tokens:
-        raise ArgumentShapeError(where, "decode_swa_indices", f"of at most as many rows as positions ({tokens})", f"shape {list(decode_swa_indices.shape)}")
-    _checks.shape(where, "decode_topk_indices", decode_topk_indices, (decodes, None), f"[{decodes} decode tokens, k]")
-    for name, lens in (("decode_swa_lens", decode_swa_lens), ("decode_topk_lens", decode_topk_lens)):
+        raise ArgumentShapeError(where, "decode_swa_indices", f"of at most as many rows as positions ({tokens})", f"shape {list(a.decode_swa_indices.shape)}")
+    _checks.shape(where, "decode_topk_indices", a.decode_topk_indices, (decodes, None), f"[{decodes} decode tokens, k]")
+    for name, lens in (("decode_swa_lens", a.decode_swa_lens), ("decode_topk_lens", a.decode_topk_lens)):
         if lens is not None:
             _checks.tensor(where, name, lens, _checks.INT32, 1)
             _checks.shape(where, name, lens, (decodes,), f"[{decodes} decode tokens]")
-    if prefill_topk_indices is not None:
-        _checks.tensor(where, "prefill_topk_indices", prefill_topk_indices, _checks.INT32, 2)
-        _checks.shape(where, "prefill_topk_indices", prefill_topk_indices, (tokens - decodes, topk), f"[{tokens - decodes} prefill tokens, k = {topk}]")
-    check_tokens(where, token_to_req_indices, is_valid_token, tokens, "positions")
-    _checks.tensor(where, "block_table", block_table, _checks.INT32, 2)
-    _checks.tensor(where, "compressed_block_table", compressed_block_table, _checks.INT32, 2)
-    _checks.shape(where, "compressed_block_table", compressed_block_table, (block_table.shape[0], None), f"[{block_table.shape[0]} requests, blocks] like block_table")
+    if a.prefill_topk_indices is not None:
+        _checks.tensor(where, "prefill_topk_indices", a.prefill_topk_indices, _checks.INT32, 2)
+        _checks.shape(where, "prefill_topk_indices", a.prefill_topk_indices, (tokens - decodes, topk), f"[{tokens - decodes} prefill tokens, k = {topk}]")
+    check_tokens(where, a.token_to_req_indices, a.is_valid_token, tokens, "positions")
+    _checks.tensor(where, "block_table", a.block_table, _checks.INT32, 2)
+    _checks.tensor(where, "compressed_block_table", a.compressed_block_table, _checks.INT32, 2)
+    _checks.shape(where, "compressed_block_table", a.compressed_block_table, (a.block_table.shape[0], None), f"[{a.block_table.shape[0]} requests, blocks] like block_table")
     _checks.same_device(
         where,
-        positions=positions,
-        decode_swa_indices=decode_swa_indices,
-        decode_swa_lens=decode_swa_lens,
-        decode_topk_indices=decode_topk_indices,
-        decode_topk_lens=decode_topk_lens,
-        prefill_topk_indices=prefill_topk_indices,
-        token_to_req_indices=token_to_req_indices,
-        is_valid_token=is_valid_token,
-        block_table=block_table,
-        compressed_block_table=compressed_block_table,
+        positions=a.positions,
+        decode_swa_indices=a.decode_swa_indices,
+        decode_swa_lens=a.decode_swa_lens,
+        decode_topk_indices=a.decode_topk_indices,
+        decode_topk_lens=a.decode_topk_lens,
+        prefill_topk_indices=a.prefill_topk_indices,
+        token_to_req_indices=a.token_to_req_indices,
+        is_valid_token=a.is_valid_token,
+        block_table=a.block_table,
+        compressed_block_table=a.compressed_block_table,
     )
-    _checks.integer(where, "window", window, 1, INT32_MAX)
-    if swa_width < window:
-        raise ArgumentShapeError(where, "decode_swa_indices", f"of at least window ({window}) columns", f"shape {list(decode_swa_indices.shape)}", "Use decode_swa_width(window).")
-    _checks.integer(where, "compress_ratio", compress_ratio, 1)
-    for name, size, span in (("block", block_size, block_span), ("compressed_block", compressed_block_size, compressed_block_span)):
+    _checks.integer(where, "window", a.window, 1, INT32_MAX)
+    if swa_width < a.window:
+        raise ArgumentShapeError(where, "decode_swa_indices", f"of at least window ({a.window}) columns", f"shape {list(a.decode_swa_indices.shape)}", "Use decode_swa_width(window).")
+    _checks.integer(where, "compress_ratio", a.compress_ratio, 1)
+    for name, size, span in (("block", a.block_size, a.block_span), ("compressed_block", a.compressed_block_size, a.compressed_block_span)):
         _checks.integer(where, f"{name}_size", size, 1, INT32_MAX)
         if span is not None and span < size:
             raise ArgumentError(where, f"{name}_span", f"at least {name}_size ({size})", span, "Use page_block_span(page_stride, token_stride).")
 
 
-def _mixed_reference(
-    decode_swa_indices: torch.Tensor,
-    decode_swa_lens: torch.Tensor,
-    decode_topk_indices: torch.Tensor,
-    prefill_topk_indices: torch.Tensor | None,
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    is_valid_token: torch.Tensor,
-    block_table: torch.Tensor,
-    compressed_block_table: torch.Tensor,
-    *,
-    block_size: int,
-    compressed_block_size: int,
-    window: int,
-    compress_ratio: int = 1,
-    decode_topk_lens: torch.Tensor | None = None,
-    decode_indices_are_global: bool = False,
-    block_span: int | None = None,
-    compressed_block_span: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    (decodes, swa_width), topk = decode_swa_indices.shape, decode_topk_indices.shape[1]
-    table, compressed_table = block_table.tolist(), compressed_block_table.tolist()
-    indices = torch.full((positions.shape[0], mixed_row_width(swa_width, topk)), _checks.PAD_SLOT_ID, dtype=torch.int32)
-    lens = torch.zeros(positions.shape[0], dtype=torch.int32)
+@_unpacked
+def _mixed_reference(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    (decodes, swa_width), topk = a.decode_swa_indices.shape, a.decode_topk_indices.shape[1]
+    table, compressed_table = a.block_table.tolist(), a.compressed_block_table.tolist()
+    indices = torch.full((a.positions.shape[0], mixed_row_width(swa_width, topk)), _checks.PAD_SLOT_ID, dtype=torch.int32)
+    lens = torch.zeros(a.positions.shape[0], dtype=torch.int32)
 
     def moved(slot: int, size: int, span: int | None) -> int:
         if slot < 0 or span is None:
@@ -219,158 +207,85 @@ def _mixed_reference(
         result = slot // size * span + slot % size
         return result if result <= INT32_MAX else _checks.PAD_SLOT_ID
 
-    for t, (position, request) in enumerate(zip(positions.tolist(), token_to_req_indices.tolist(), strict=True)):
-        if not is_valid_token[t] or not 0 <= request < len(table) or (t >= decodes and position < 0):
+    for t, (position, request) in enumerate(zip(a.positions.tolist(), a.token_to_req_indices.tolist(), strict=True)):
+        if not a.is_valid_token[t] or not 0 <= request < len(table) or (t >= decodes and position < 0):
             continue
         if t < decodes:
-            visible = decode_swa_indices[t].tolist()[: max(0, int(decode_swa_lens[t]))]
-            records, given = decode_topk_indices[t].tolist(), decode_topk_lens is not None
+            visible = a.decode_swa_indices[t].tolist()[: max(0, int(a.decode_swa_lens[t]))]
+            records, given = a.decode_topk_indices[t].tolist(), a.decode_topk_lens is not None
         else:
-            visible = [slot_of(table[request], p, block_size) for p in range(max(0, position - window + 1), position + 1)]
-            seen = min(topk, (position + 1) // compress_ratio)
-            records, given = list(range(seen)) if prefill_topk_indices is None else prefill_topk_indices[t - decodes].tolist(), False
+            visible = [slot_of(table[request], p, a.block_size) for p in range(max(0, position - a.window + 1), position + 1)]
+            seen = min(topk, (position + 1) // a.compress_ratio)
+            records, given = list(range(seen)) if a.prefill_topk_indices is None else a.prefill_topk_indices[t - decodes].tolist(), False
         listed = [column + 1 for column, record in enumerate(records) if record >= 0]
-        count = max(0, int(decode_topk_lens[t])) if given and decode_topk_lens is not None else max(listed, default=0)
+        count = max(0, int(a.decode_topk_lens[t])) if given and a.decode_topk_lens is not None else max(listed, default=0)
         entries = records[:count]
-        if not (t < decodes and decode_indices_are_global):
-            entries = [slot_of(compressed_table[request], record, compressed_block_size) if record >= 0 else _checks.PAD_SLOT_ID for record in entries]
-        start = max(window, len(visible))
+        if not (t < decodes and a.decode_indices_are_global):
+            entries = [slot_of(compressed_table[request], record, a.compressed_block_size) if record >= 0 else _checks.PAD_SLOT_ID for record in entries]
+        start = max(a.window, len(visible))
         for column, slot in enumerate(visible):
-            indices[t, column] = moved(slot, block_size, block_span)
+            indices[t, column] = moved(slot, a.block_size, a.block_span)
         for column, slot in enumerate(entries):
-            indices[t, start + column] = moved(slot, compressed_block_size, compressed_block_span)
+            indices[t, start + column] = moved(slot, a.compressed_block_size, a.compressed_block_span)
         lens[t] = start + len(entries)
-    return indices.to(positions.device), lens.to(positions.device)
+    return indices.to(a.positions.device), lens.to(a.positions.device)
 
 
-def _mixed_torch(
-    decode_swa_indices: torch.Tensor,
-    decode_swa_lens: torch.Tensor,
-    decode_topk_indices: torch.Tensor,
-    prefill_topk_indices: torch.Tensor | None,
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    is_valid_token: torch.Tensor,
-    block_table: torch.Tensor,
-    compressed_block_table: torch.Tensor,
-    *,
-    block_size: int,
-    compressed_block_size: int,
-    window: int,
-    compress_ratio: int = 1,
-    decode_topk_lens: torch.Tensor | None = None,
-    decode_indices_are_global: bool = False,
-    block_span: int | None = None,
-    compressed_block_span: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    (decodes, swa_width), topk, device = decode_swa_indices.shape, decode_topk_indices.shape[1], positions.device
-    requests, is_listed_row = safe_requests(token_to_req_indices, is_valid_token, block_table.shape[0])
-    prefill_positions, prefill_rows = positions[decodes:], is_listed_row[decodes:] & (positions[decodes:] >= 0)
+@_unpacked
+def _mixed_torch(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    (decodes, swa_width), topk, device = a.decode_swa_indices.shape, a.decode_topk_indices.shape[1], a.positions.device
+    requests, is_listed_row = safe_requests(a.token_to_req_indices, a.is_valid_token, a.block_table.shape[0])
+    prefill_positions, prefill_rows = a.positions[decodes:], is_listed_row[decodes:] & (a.positions[decodes:] >= 0)
     is_listed_row = torch.cat([is_listed_row[:decodes], prefill_rows])
     columns, entry_columns = torch.arange(swa_width, device=device), torch.arange(topk, device=device)
 
-    decode_window = decode_swa_indices.masked_fill((columns >= decode_swa_lens[:, None]) | (decode_swa_indices < 0), _checks.PAD_SLOT_ID)
-    first = (prefill_positions - (window - 1)).clamp(min=0)
-    window_positions = first[:, None] + columns[:window]
+    decode_window = a.decode_swa_indices.masked_fill((columns >= a.decode_swa_lens[:, None]) | (a.decode_swa_indices < 0), _checks.PAD_SLOT_ID)
+    first = (prefill_positions - (a.window - 1)).clamp(min=0)
+    window_positions = first[:, None] + columns[: a.window]
     in_window = (window_positions <= prefill_positions[:, None]) & prefill_rows[:, None]
-    prefill_window = slots_at(block_table, requests[decodes:], window_positions, in_window, block_size)
+    prefill_window = slots_at(a.block_table, requests[decodes:], window_positions, in_window, a.block_size)
 
-    decode_counts = listed_lens(decode_topk_indices >= 0) if decode_topk_lens is None else decode_topk_lens.clamp(0, topk)
-    decode_listed = (decode_topk_indices >= 0) & (entry_columns < decode_counts[:, None]) & is_listed_row[:decodes, None]
-    if decode_indices_are_global:
-        decode_entries = decode_topk_indices.masked_fill(~decode_listed, _checks.PAD_SLOT_ID)
+    decode_counts = listed_lens(a.decode_topk_indices >= 0) if a.decode_topk_lens is None else a.decode_topk_lens.clamp(0, topk)
+    decode_listed = (a.decode_topk_indices >= 0) & (entry_columns < decode_counts[:, None]) & is_listed_row[:decodes, None]
+    if a.decode_indices_are_global:
+        decode_entries = a.decode_topk_indices.masked_fill(~decode_listed, _checks.PAD_SLOT_ID)
     else:
-        decode_entries = slots_at(compressed_block_table, requests[:decodes], decode_topk_indices.to(torch.int64), decode_listed, compressed_block_size)
-    if prefill_topk_indices is None:
-        seen = ((prefill_positions.clamp(max=2**63 - 2) + 1) // compress_ratio).clamp(0, topk)
+        decode_entries = slots_at(a.compressed_block_table, requests[:decodes], a.decode_topk_indices.to(torch.int64), decode_listed, a.compressed_block_size)
+    if a.prefill_topk_indices is None:
+        seen = ((prefill_positions.clamp(max=2**63 - 2) + 1) // a.compress_ratio).clamp(0, topk)
         records, prefill_listed = entry_columns.expand(prefill_rows.shape[0], topk), entry_columns < seen[:, None]
     else:
-        records, prefill_listed = prefill_topk_indices.to(torch.int64), prefill_topk_indices >= 0
+        records, prefill_listed = a.prefill_topk_indices.to(torch.int64), a.prefill_topk_indices >= 0
     prefill_counts = listed_lens(prefill_listed)
-    prefill_entries = slots_at(compressed_block_table, requests[decodes:], records, prefill_listed & prefill_rows[:, None], compressed_block_size)
+    prefill_entries = slots_at(a.compressed_block_table, requests[decodes:], records, prefill_listed & prefill_rows[:, None], a.compressed_block_size)
 
-    start = positions.new_full((positions.shape[0],), window, dtype=torch.int64)
-    torch.maximum(start[:decodes], decode_swa_lens.clamp(0, swa_width).to(torch.int64), out=start[:decodes])
+    start = a.positions.new_full((a.positions.shape[0],), a.window, dtype=torch.int64)
+    torch.maximum(start[:decodes], a.decode_swa_lens.clamp(0, swa_width).to(torch.int64), out=start[:decodes])
     entries = torch.cat([decode_entries, prefill_entries])
-    if block_span is not None:
-        decode_window, prefill_window = (packed(slots, block_size, block_span) for slots in (decode_window, prefill_window))
-    if compressed_block_span is not None:
-        entries = packed(entries, compressed_block_size, compressed_block_span)
-    indices = torch.full((positions.shape[0], mixed_row_width(swa_width, topk)), _checks.PAD_SLOT_ID, dtype=torch.int32, device=device)
+    if a.block_span is not None:
+        decode_window, prefill_window = (packed(slots, a.block_size, a.block_span) for slots in (decode_window, prefill_window))
+    if a.compressed_block_span is not None:
+        entries = packed(entries, a.compressed_block_size, a.compressed_block_span)
+    indices = torch.full((a.positions.shape[0], mixed_row_width(swa_width, topk)), _checks.PAD_SLOT_ID, dtype=torch.int32, device=device)
     indices[:decodes, :swa_width] = decode_window
-    indices[decodes:, :window] = prefill_window
+    indices[decodes:, :a.window] = prefill_window
     # Behind a row's own window entries there is only -1, so the compressed entries may start inside the window's storage.
     indices.scatter_(1, start[:, None] + entry_columns, entries)
     lens = start + torch.cat([decode_counts, prefill_counts])
     return indices.masked_fill_(~is_listed_row[:, None], _checks.PAD_SLOT_ID), lens.masked_fill_(~is_listed_row, 0).to(torch.int32)
 
 
-def _mixed_triton(
-    decode_swa_indices: torch.Tensor,
-    decode_swa_lens: torch.Tensor,
-    decode_topk_indices: torch.Tensor,
-    prefill_topk_indices: torch.Tensor | None,
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    is_valid_token: torch.Tensor,
-    block_table: torch.Tensor,
-    compressed_block_table: torch.Tensor,
-    *,
-    block_size: int,
-    compressed_block_size: int,
-    window: int,
-    compress_ratio: int = 1,
-    decode_topk_lens: torch.Tensor | None = None,
-    decode_indices_are_global: bool = False,
-    block_span: int | None = None,
-    compressed_block_span: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@_unpacked
+def _mixed_triton(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     from ._triton import mixed_indices as kernels
 
-    return kernels.build_mixed_sparse_indices(
-        decode_swa_indices,
-        decode_swa_lens,
-        decode_topk_indices,
-        prefill_topk_indices,
-        positions,
-        token_to_req_indices,
-        is_valid_token,
-        block_table,
-        compressed_block_table,
-        width=mixed_row_width(decode_swa_indices.shape[1], decode_topk_indices.shape[1]),
-        window=window,
-        DECODE_TOPK_LENS=decode_topk_lens,
-        BLOCK_SIZE=block_size,
-        BLOCK_SPAN=block_span,
-        COMPRESSED_BLOCK_SIZE=compressed_block_size,
-        COMPRESSED_BLOCK_SPAN=compressed_block_span,
-        DECODES_ARE_GLOBAL=decode_indices_are_global,
-        COMPRESS_RATIO=compress_ratio,
-    )
+    return kernels.build_mixed_sparse_indices(a, mixed_row_width(a.decode_swa_indices.shape[1], a.decode_topk_indices.shape[1]))
 
 
-def _mixed_fake(
-    decode_swa_indices: torch.Tensor,
-    decode_swa_lens: torch.Tensor,
-    decode_topk_indices: torch.Tensor,
-    prefill_topk_indices: torch.Tensor | None,
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    is_valid_token: torch.Tensor,
-    block_table: torch.Tensor,
-    compressed_block_table: torch.Tensor,
-    *,
-    block_size: int,
-    compressed_block_size: int,
-    window: int,
-    compress_ratio: int = 1,
-    decode_topk_lens: torch.Tensor | None = None,
-    decode_indices_are_global: bool = False,
-    block_span: int | None = None,
-    compressed_block_span: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, width = positions.shape[0], mixed_row_width(decode_swa_indices.shape[1], decode_topk_indices.shape[1])
-    return decode_swa_indices.new_empty((tokens, width)), decode_swa_indices.new_empty((tokens,))
+@_unpacked
+def _mixed_fake(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, width = a.positions.shape[0], mixed_row_width(a.decode_swa_indices.shape[1], a.decode_topk_indices.shape[1])
+    return a.decode_swa_indices.new_empty((tokens, width)), a.decode_swa_indices.new_empty((tokens,))
 
 
 def _mixed_samples(device: torch.device | str, seed: int = 0) -> Iterator[Sample]:

@@ -135,72 +135,25 @@ def _store(
     return last
 
 
-def build_mixed_sparse_indices(
-    decode_swa_indices: torch.Tensor,
-    decode_swa_lens: torch.Tensor,
-    decode_topk_indices: torch.Tensor,
-    prefill_topk_indices: torch.Tensor | None,
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    is_valid_token: torch.Tensor,
-    block_table: torch.Tensor,
-    compressed_block_table: torch.Tensor,
-    *,
-    width: int,
-    window: int,
-    **constants: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``width`` is that of the rows; ``constants`` are ``DECODE_TOPK_LENS`` and the block sizes and flags of the kernel."""
-    (decodes, swa_width), topk, tokens = decode_swa_indices.shape, decode_topk_indices.shape[1], positions.shape[0]
-    topk_lens = constants.pop("DECODE_TOPK_LENS")
-    indices, lens = decode_swa_indices.new_empty((tokens, width)), decode_swa_indices.new_empty((tokens,))
+def build_mixed_sparse_indices(a: Any, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the op's arguments ``a``, in rows of ``width`` columns."""
+    swa, topk_indices, prefill, topk_lens = a.decode_swa_indices, a.decode_topk_indices, a.prefill_topk_indices, a.decode_topk_lens
+    (decodes, swa_width), topk, tokens = swa.shape, topk_indices.shape[1], a.positions.shape[0]
+    indices, lens = swa.new_empty((tokens, width)), swa.new_empty((tokens,))
     window_columns, window_parts, _ = row_columns(width - topk)
     topk_columns, topk_parts, warps = row_columns(topk)
     launch(
-        build_mixed_kernel,
-        tokens,
-        positions.device,
-        indices,
-        lens,
-        decode_swa_indices,
-        decode_swa_lens,
-        decode_topk_indices,
-        topk_lens,
-        prefill_topk_indices,
-        positions,
-        token_to_req_indices,
-        is_valid_token,
-        block_table,
-        compressed_block_table,
-        decodes,
-        block_table.shape[0],
-        min(block_table.shape[1], 2**31 - 1),
-        min(compressed_block_table.shape[1], 2**31 - 1),
-        decode_swa_indices.stride(0),
-        decode_topk_indices.stride(0),
-        0 if prefill_topk_indices is None else prefill_topk_indices.stride(0),
-        block_table.stride(0),
-        compressed_block_table.stride(0),
-        SWA_LENS_STRIDE=decode_swa_lens.stride(0),
-        TOPK_LENS_STRIDE=0 if topk_lens is None else topk_lens.stride(0),
-        POSITION_STRIDE=positions.stride(0),
-        REQUEST_STRIDE=token_to_req_indices.stride(0),
-        VALID_STRIDE=is_valid_token.stride(0),
+        build_mixed_kernel, tokens, a.positions.device,
+        indices, lens, swa, a.decode_swa_lens, topk_indices, topk_lens, prefill, a.positions, a.token_to_req_indices, a.is_valid_token, a.block_table, a.compressed_block_table,
+        decodes, a.block_table.shape[0], min(a.block_table.shape[1], 2**31 - 1), min(a.compressed_block_table.shape[1], 2**31 - 1),
+        swa.stride(0), topk_indices.stride(0), 0 if prefill is None else prefill.stride(0), a.block_table.stride(0), a.compressed_block_table.stride(0),
+        SWA_LENS_STRIDE=a.decode_swa_lens.stride(0), TOPK_LENS_STRIDE=0 if topk_lens is None else topk_lens.stride(0),
+        POSITION_STRIDE=a.positions.stride(0), REQUEST_STRIDE=a.token_to_req_indices.stride(0), VALID_STRIDE=a.is_valid_token.stride(0),
         COLUMN_STRIDES=(
-            decode_swa_indices.stride(1),
-            decode_topk_indices.stride(1),
-            1 if prefill_topk_indices is None else prefill_topk_indices.stride(1),
-            block_table.stride(1),
-            compressed_block_table.stride(1),
+            swa.stride(1), topk_indices.stride(1), 1 if prefill is None else prefill.stride(1), a.block_table.stride(1), a.compressed_block_table.stride(1),
         ),
-        WINDOW=window,
-        SWA_WIDTH=swa_width,
-        TOPK=topk,
-        WIDTH=width,
-        WINDOW_COLUMNS=window_columns,
-        TOPK_COLUMNS=topk_columns,
-        PARTS=max(window_parts, topk_parts),
-        num_warps=warps,
-        **constants,
-    )
+        BLOCK_SIZE=a.block_size, BLOCK_SPAN=a.block_span, COMPRESSED_BLOCK_SIZE=a.compressed_block_size, COMPRESSED_BLOCK_SPAN=a.compressed_block_span,
+        DECODES_ARE_GLOBAL=a.decode_indices_are_global, COMPRESS_RATIO=a.compress_ratio, WINDOW=a.window, SWA_WIDTH=swa_width, TOPK=topk, WIDTH=width,
+        WINDOW_COLUMNS=window_columns, TOPK_COLUMNS=topk_columns, PARTS=max(window_parts, topk_parts), num_warps=warps,
+    )  # fmt: skip
     return indices, lens

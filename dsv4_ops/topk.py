@@ -29,12 +29,7 @@ lowest score (mask by length, not by ``-inf``), and ``-0.0 == +0.0``. Ties at th
 row has one right answer, whatever the batch, the device or the kernel.
 
 Merging is exact: each shard's top-k with values, its columns made global, holds all that the global top-k needs. Over
-``torch.distributed``, all-gather both with functional collectives and merge::
-
-    values, indices = topk_values(logits, local_lengths, k)
-    indices = torch.where(indices < 0, -1, indices * world_size + rank)  # or however columns are sharded
-    values, indices = (funcol.all_gather_tensor(t, 1, group) for t in (values, indices))
-    values, indices = topk_merge(values, indices, k)
+``torch.distributed``, ``dsv4_ops.parallel.context_parallel_topk`` does it: local top-k, one message, merge.
 
 Graph-safe: yes (no host reads; sizes alone decide the launches).
 

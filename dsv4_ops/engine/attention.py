@@ -12,6 +12,7 @@ closed is seen by no token before the position that closes it has been run anew.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -167,9 +168,9 @@ class _Compressor(nn.Module):
 class _Indexer(nn.Module):
     """Scores every record of a token's request by the indexer's own, smaller records, and keeps the best."""
 
-    def __init__(self, inner: Any, num_window_blocks: int, num_compressed_blocks: int, geometry: Geometry) -> None:
+    def __init__(self, inner: Any, num_window_blocks: int, num_compressed_blocks: int, geometry: Geometry, choose: Callable[..., Any]) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.choose = inner, choose
         self.compressor = _Compressor(inner, num_window_blocks, geometry.window_block_size)
         self.keys = _Rows(num_compressed_blocks, geometry.compressed_block_size // self.compressor.ratio, int(inner.head_dim), inner.kv_proj.weight.detach())
 
@@ -181,18 +182,25 @@ class _Indexer(nn.Module):
         q = inner.q_b_proj(q_residual).view(1, tokens, inner.num_heads, inner.head_dim)
         q = apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2)[0]
         scores = inner.scorer(q[:, None], self.keys.pages(metadata.token_pages), hidden_states[:, None])[:, 0]
-        return topk_slots(scores, plan.lens, metadata.token_to_req_indices, metadata.is_valid_token, metadata.compressed_table, inner.index_topk, plan.block_size)
+        slots, lens = self.choose(scores, plan.lens, metadata.token_to_req_indices, metadata.is_valid_token, metadata.compressed_table, inner.index_topk, plan.block_size)
+        return slots, lens
 
 
 class PagedAttention(nn.Module):
-    """Stands where a ``DeepseekV4Attention`` stood, with its signature; reads and writes paged KV as ``metadata`` says."""
+    """Stands where a ``DeepseekV4Attention`` stood, with its signature; reads and writes paged KV as ``metadata`` says.
+
+    ``attend`` and ``choose`` are called as ``sparse_mla_decode`` and ``topk_slots`` are: over several ranks, others take their place.
+    """
 
     kv_cache: torch.Tensor
     records: torch.Tensor
 
-    def __init__(self, inner: DeepseekV4Attention, geometry: Geometry, num_window_blocks: int, num_compressed_blocks: int, kv_dtype: torch.dtype) -> None:
+    def __init__(
+        self, inner: DeepseekV4Attention, geometry: Geometry, num_window_blocks: int, num_compressed_blocks: int, kv_dtype: torch.dtype,
+        attend: Callable[..., Any] = sparse_mla_decode, choose: Callable[..., Any] = topk_slots,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.inner = inner
+        self.inner, self.attend = inner, attend
         self.layer_type: str = inner.layer_type
         device = inner.kv_proj.weight.device
         self.register_buffer("kv_cache", new_kv_cache(num_window_blocks, geometry.window_block_size, dtype=kv_dtype, device=device), persistent=False)
@@ -203,7 +211,7 @@ class PagedAttention(nn.Module):
             records = new_kv_cache(num_compressed_blocks, geometry.compressed_block_size // self.compressor.ratio, dtype=kv_dtype, device=device)
             self.register_buffer("records", records, persistent=False)
             if hasattr(inner.compressor, "indexer"):
-                self.indexer = _Indexer(inner.compressor.indexer, num_window_blocks, num_compressed_blocks, geometry)
+                self.indexer = _Indexer(inner.compressor.indexer, num_window_blocks, num_compressed_blocks, geometry, choose)
 
     def forward(
         self,
@@ -224,10 +232,10 @@ class PagedAttention(nn.Module):
         kv = inner.kv_norm(inner.kv_proj(hidden_states))
         kv_cache_insert(apply_rotary_pos_emb(kv[:, None], cos, sin)[0, 0], self.kv_cache, metadata.window_slots)
         extra = self._compressed(hidden_states[0], q_residual[0], position_ids[0], metadata)
-        out, _lse = sparse_mla_decode(q, self.kv_cache, metadata.swa_indices, metadata.swa_lens, *extra, attn_sink=inner.sinks.detach(), scale=inner.scaling)
+        out, _lse = self.attend(q, self.kv_cache, metadata.swa_indices, metadata.swa_lens, *extra, attn_sink=inner.sinks.detach(), scale=inner.scaling)
         # Keys are the values, so the values carry rotary too: turn it back at the query's position.
         out = apply_rotary_pos_emb(out[None], cos, -sin, unsqueeze_dim=2)
-        grouped = inner.o_a_proj(out.reshape(1, tokens, inner.config.o_groups, -1)).flatten(2)
+        grouped = inner.o_a_proj(out.reshape(1, tokens, inner.o_a_proj.n_groups, -1)).flatten(2)
         return inner.o_b_proj(grouped), None
 
     def _compressed(self, hidden_states: torch.Tensor, q_residual: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> tuple[Any, Any, Any]:

@@ -47,6 +47,10 @@ class EngineConfig:
     enforce_eager: bool = False
     """No CUDA graphs. (Without it, on a GPU, each step is captured at every capture size when the engine is made.)"""
     device: str = "cpu"
+    tensor_parallel: int = 1
+    """Ranks of ``torch.distributed`` that share the heads of the target's attention, and ``context_parallel``: that share its compressed KV.
+    Their product is the number of processes, each of which runs an engine like this one on the same requests (parallel.py)."""
+    context_parallel: int = 1
     record_margins: bool = False
     record_logits: bool = False
     """Keep the target's logits row of every generated token (``Completion.logits``): for checks, a row is as long as the vocabulary."""
@@ -58,7 +62,7 @@ class EngineConfig:
 
         require(self.mode in MODES, "mode", "one of " + ", ".join(MODES))
         require(self.kv_dtype in KV_DTYPES, "kv_dtype", "one of " + ", ".join(KV_DTYPES))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "window_block_size", "compressed_block_size", "draft_block_size", "num_speculative_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "window_block_size", "compressed_block_size", "draft_block_size", "num_speculative_tokens", "tensor_parallel", "context_parallel"):
             require(_is_integer(getattr(self, name)), name, "an integer")
             require(getattr(self, name) >= 1, name, "at least 1")
         for name in ("num_window_blocks", "num_compressed_blocks", "num_draft_blocks"):

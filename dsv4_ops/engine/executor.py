@@ -177,11 +177,12 @@ class Executor:
         if num_drafts == 0:
             ids = gumbel_sample(logits, self.temperature, self.seeds, sample.positions, sample.idx_mapping)
             live = sample.idx_mapping >= 0
-            return torch.where(live, ids, -1)[:, None], live.to(torch.int32)
+            return self.target.ranks.agree(torch.where(live, ids, -1)[:, None], live.to(torch.int32))
         proposed_from = self.draft_logits[sample.idx_mapping.clamp(min=0).to(torch.int64)]
-        return rejection_sample(
+        sampled, num_sampled = rejection_sample(
             logits.view(reqs, 1 + num_drafts, -1), sample.draft_ids, proposed_from, self.temperature, self.seeds, sample.idx_mapping, sample.positions
         )
+        return self.target.ranks.agree(sampled, num_sampled)
 
     def _propose(
         self, step: StepInputs, sample: SampleInputs, streams: torch.Tensor, layer_streams: tuple[torch.Tensor, ...], sampled: torch.Tensor, num_sampled: torch.Tensor
@@ -198,7 +199,7 @@ class Executor:
         inputs = ProposeInputs(step, sample, streams, layer_streams, num_sampled, num_rejected, self.last_sampled, self.temperature, self.seeds)
         ids, logits = self.proposer.propose(inputs)
         self.draft_logits[rows] = logits
-        return ids
+        return self.target.ranks.agree(ids, num_sampled)[0]
 
     # Compilation
 

@@ -20,6 +20,7 @@ from ..errors import ArgumentError, UnsupportedError
 from .attention import Geometry, PagedAttention, build_metadata
 from .blocks import KVGroup
 from .config import KV_DTYPES, EngineConfig
+from .parallel import Ranks
 from .step import StepInputs
 
 __all__ = ["Target", "TargetOutput", "geometry_of", "load_model", "target_groups"]
@@ -67,8 +68,12 @@ def geometry_of(model_config: Any, config: EngineConfig) -> Geometry:
     ratios = {kind: int(model_config.compress_rates[kind]) for kind in dict.fromkeys(model_config.layer_types) if kind != "sliding_attention"}
     unmet = [f"head_dim {model_config.head_dim}: the KV rows hold 512 values"] if model_config.head_dim != 512 else []
     for kind, ratio in ratios.items():
-        if config.compressed_block_size % ratio:
-            unmet.append(f"compressed_block_size {config.compressed_block_size} is not a multiple of {ratio}, the compress ratio of {kind}")
+        if config.compressed_block_size % (ratio * config.context_parallel):
+            split = f", times context_parallel ({config.context_parallel})" if config.context_parallel > 1 else ""
+            unmet.append(f"compressed_block_size {config.compressed_block_size} is not a multiple of {ratio}, the compress ratio of {kind}{split}")
+    for name in ("num_attention_heads", "o_groups"):
+        if getattr(model_config, name) % config.tensor_parallel:
+            unmet.append(f"{name} {getattr(model_config, name)} is not a multiple of tensor_parallel ({config.tensor_parallel})")
     if unmet:
         raise UnsupportedError("The decode engine", unmet)
     # A record of an overlapping (CSA) compressor also reads the window before its own.
@@ -111,13 +116,14 @@ class Target(nn.Module):
         self.model, self.geometry, self.aux_layers = _with_own_layers(model), geometry, tuple(aux_layers)
         # The default form of the experts loops over those that were hit, which it reads on the host; this one has fixed shapes.
         model.config._experts_implementation = "batched_mm"
+        self.ranks = ranks = Ranks(config)
         for layer in self.model.model.layers:
             pools = groups["window"].pool.num_blocks, groups["compressed"].pool.num_blocks
-            layer.self_attn = PagedAttention(layer.self_attn, geometry, *pools, KV_DTYPES[config.kv_dtype])
+            layer.self_attn = PagedAttention(ranks.part(layer.self_attn), ranks.local(geometry), *pools, KV_DTYPES[config.kv_dtype], ranks.attend, ranks.choose)
 
     def forward(self, step: StepInputs) -> TargetOutput:
         model = self.model.model
-        metadata = build_metadata(step, self.geometry)
+        metadata = self.ranks.share(build_metadata(step, self.geometry))
         input_ids, position_ids = step.input_ids[None], step.positions[None]
         embedded = model.embed_tokens(input_ids)
         embeddings = {kind: model.rotary_emb(embedded, position_ids=position_ids, layer_type=kind) for kind in ("main", "compress")}

@@ -100,6 +100,8 @@ class Op:
     """Device types whose kernel is C++ (those check their arguments themselves)."""
     cpp_sources: frozenset[str] = frozenset()
     """Device types that csrc/ has a kernel for, loaded or not."""
+    traced: bool = False
+    """Whether every call is logged, whichever way it came in: DSV4_OPS_TRACE was set on import."""
 
     @property
     def overload(self) -> Any:
@@ -118,7 +120,7 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.overload(*args, **kwargs)
-        if envs.trace():
+        if envs.trace() and not self.traced:
             _log_call(self, args, kwargs)
         try:
             return self.overload(*args, **kwargs)
@@ -199,6 +201,22 @@ class Op:
         torch.library.register_fake(qualified, guarded(fake), lib=_library)
         if self.out_names:
             self._implement_out()
+        if envs.trace():
+            self._trace_every_call()
+
+    def _trace_every_call(self) -> None:
+        """Calls from compiled graphs and of ``torch.ops`` do not pass :meth:`__call__`, but all pass this key on their way to a back end."""
+        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+        def logged(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            from torch._subclasses.fake_tensor import FakeTensor
+
+            if not any(isinstance(t, FakeTensor) for t in _tensors(args, kwargs)):  # a compiler that asks for shapes launches nothing
+                _log_call(self, args, kwargs)
+            return self.overload.redispatch(keyset & below, *args, **kwargs)
+
+        self.traced = True
+        _library.impl(self.name, logged, "BackendSelect", with_keyset=True)
 
     def _refuse_grad_before_cpp(self) -> None:
         """C++ kernels cannot tell (the stable ABI has no ``requires_grad``), and autograd would return zeros for gradients."""
@@ -404,8 +422,13 @@ def _disjoint_columns(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _log_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Handlers write a record out before they return, so the last line names the call that took the process down."""
+
     def show(value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(map(show, value)) + "]"
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
     shown = [show(a) for a in args] + [f"{k}={show(v)}" for k, v in kwargs.items()]
-    logger.warning("%s(%s) on %s", op.name, ", ".join(shown), op.backends.get(_device_of(args, kwargs), "reference"))
+    device = _device_of(args, kwargs)
+    logger.warning("%s.%s(%s) on %s by %s", NAMESPACE, op.name, ", ".join(shown), device, op.backends.get(device, "reference"))

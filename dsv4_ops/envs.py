@@ -25,7 +25,7 @@ class Variable:
 
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable("DSV4_OPS_TRACE", "0", "1: log op, shapes and back end before each eager launch"),
+    Variable("DSV4_OPS_TRACE", "0", "1: log op, shapes and back end before each launch (set before import: also those from compiled graphs and torch.ops)"),
     Variable("DSV4_OPS_DISABLE_C", "0", "1: do not load the compiled parts (use PyTorch and Triton paths)"),
     Variable("DSV4_OPS_DEBUG_WORKSPACE", "0", "1: record the scratch pointers of each op and check that lanes are disjoint"),
     Variable("PEERS_DIR", "", "bench: a folder that stands in for packages that are not installed"),

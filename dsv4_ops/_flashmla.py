@@ -113,9 +113,9 @@ def sparse_mla_decode(
         query[:, :heads] = q
     else:
         query = q if q.is_contiguous() and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
-    sink = None
-    if attn_sink is not None:
-        sink = torch.nn.functional.pad(attn_sink.to(torch.float32), (0, padded - heads)).contiguous()
+    sink = None if attn_sink is None else attn_sink.to(torch.float32).contiguous()
+    if sink is not None and padded != heads:
+        sink = torch.nn.functional.pad(sink, (0, padded - heads))
     caches = [_paged(cache) for cache, _, _ in segments]
     columns = [-(-indices.shape[1] // BLOCK) * BLOCK for _, indices, _ in segments]
     flat = [tensor for _, indices, lens in segments for tensor in (indices, lens)]

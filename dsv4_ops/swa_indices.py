@@ -36,6 +36,7 @@ Replaces the window metadata of serving engines' sparse MLA builders.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -104,60 +105,68 @@ def causal_swa_indices(
     return result
 
 
-def _causal_check(
-    positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
-) -> None:
+class _Causal(NamedTuple):
+    positions: torch.Tensor
+    token_to_req_indices: torch.Tensor
+    is_valid_token: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+    window: int
+    width: int
+
+
+_causal = _registry.unpacked(_Causal)
+
+
+@_causal
+def _causal_check(a: _Causal) -> None:
     where = "causal_swa_indices"
-    _checks.tensor(where, "positions", positions, _checks.INT64, 1)
-    check_tokens(where, token_to_req_indices, is_valid_token, positions.shape[0], "positions")
-    _checks.tensor(where, "block_table", block_table, _checks.INT32, 2)
-    _checks.same_device(where, positions=positions, token_to_req_indices=token_to_req_indices, is_valid_token=is_valid_token, block_table=block_table)
-    _checks.integer(where, "block_size", block_size, 1, INT32_MAX)
-    _checks.integer(where, "window", window, 1, INT32_MAX)
-    _checks.integer(where, "width", width, 1, INT32_MAX)
-    if width < window:
-        raise ArgumentError(where, "width", f"at least window ({window}): it is the storage of a row", width, "Use decode_swa_width(window).")
+    _checks.tensor(where, "positions", a.positions, _checks.INT64, 1)
+    check_tokens(where, a.token_to_req_indices, a.is_valid_token, a.positions.shape[0], "positions")
+    _checks.tensor(where, "block_table", a.block_table, _checks.INT32, 2)
+    _checks.same_device(where, positions=a.positions, token_to_req_indices=a.token_to_req_indices, is_valid_token=a.is_valid_token, block_table=a.block_table)
+    _checks.integer(where, "block_size", a.block_size, 1, INT32_MAX)
+    _checks.integer(where, "window", a.window, 1, INT32_MAX)
+    _checks.integer(where, "width", a.width, 1, INT32_MAX)
+    if a.width < a.window:
+        raise ArgumentError(where, "width", f"at least window ({a.window}): it is the storage of a row", a.width, "Use decode_swa_width(window).")
 
 
-def _causal_reference(
-    positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    table, rows, lens = block_table.tolist(), [], []
-    for position, request, valid in zip(positions.tolist(), token_to_req_indices.tolist(), is_valid_token.tolist(), strict=True):
+@_causal
+def _causal_reference(a: _Causal) -> tuple[torch.Tensor, torch.Tensor]:
+    table, rows, lens = a.block_table.tolist(), [], []
+    for position, request, valid in zip(a.positions.tolist(), a.token_to_req_indices.tolist(), a.is_valid_token.tolist(), strict=True):
         visible: range = range(0)
         if valid and 0 <= request < len(table) and position >= 0:
-            visible = range(max(0, position - window + 1), position + 1)
-        slots = [slot_of(table[request], p, block_size) for p in visible]
-        rows.append(slots + [_checks.PAD_SLOT_ID] * (width - len(slots)))
+            visible = range(max(0, position - a.window + 1), position + 1)
+        slots = [slot_of(table[request], p, a.block_size) for p in visible]
+        rows.append(slots + [_checks.PAD_SLOT_ID] * (a.width - len(slots)))
         lens.append(len(slots))
-    indices = torch.tensor(rows, dtype=torch.int32, device=positions.device).reshape(len(rows), width)
-    return indices, torch.tensor(lens, dtype=torch.int32, device=positions.device)
+    indices = torch.tensor(rows, dtype=torch.int32, device=a.positions.device).reshape(len(rows), a.width)
+    return indices, torch.tensor(lens, dtype=torch.int32, device=a.positions.device)
 
 
-def _causal_torch(
-    positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    requests, has_request = safe_requests(token_to_req_indices, is_valid_token, block_table.shape[0])
-    first = (positions - (window - 1)).clamp(min=0)
-    lens = (positions - first + 1).masked_fill(~(has_request & (positions >= 0)), 0)
-    columns = torch.arange(width, device=positions.device)
-    indices = slots_at(block_table, requests, first[:, None] + columns, columns < lens[:, None], block_size)
+@_causal
+def _causal_torch(a: _Causal) -> tuple[torch.Tensor, torch.Tensor]:
+    requests, has_request = safe_requests(a.token_to_req_indices, a.is_valid_token, a.block_table.shape[0])
+    first = (a.positions - (a.window - 1)).clamp(min=0)
+    lens = (a.positions - first + 1).masked_fill(~(has_request & (a.positions >= 0)), 0)
+    columns = torch.arange(a.width, device=a.positions.device)
+    indices = slots_at(a.block_table, requests, first[:, None] + columns, columns < lens[:, None], a.block_size)
     return indices, lens.to(torch.int32)
 
 
-def _causal_triton(
-    positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+@_causal
+def _causal_triton(a: _Causal) -> tuple[torch.Tensor, torch.Tensor]:
     from ._triton import swa_indices as kernels
 
-    return kernels.causal_swa_indices(positions, token_to_req_indices, is_valid_token, block_table, block_size=block_size, window=window, width=width)
+    return kernels.causal_swa_indices(a)
 
 
-def _causal_fake(
-    positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = positions.shape[0]
-    return positions.new_empty((tokens, width), dtype=torch.int32), positions.new_empty((tokens,), dtype=torch.int32)
+@_causal
+def _causal_fake(a: _Causal) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = a.positions.shape[0]
+    return a.positions.new_empty((tokens, a.width), dtype=torch.int32), a.positions.new_empty((tokens,), dtype=torch.int32)
 
 
 def _causal_samples(device: torch.device | str, seed: int = 0) -> Iterator[Sample]:
@@ -265,124 +274,88 @@ def draft_swa_indices(
     return result
 
 
-def _draft_check(
-    committed_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    is_valid_req: torch.Tensor,
-    *,
-    block_size: int,
-    window: int,
-    block_queries: int,
-    width: int,
-    draft_start: torch.Tensor | None = None,
-    max_model_len: int | None = None,
-) -> None:
+class _Draft(NamedTuple):
+    committed_lens: torch.Tensor
+    block_table: torch.Tensor
+    is_valid_req: torch.Tensor
+    block_size: int
+    window: int
+    block_queries: int
+    width: int
+    draft_start: torch.Tensor | None = None
+    max_model_len: int | None = None
+
+
+_draft = _registry.unpacked(_Draft)
+
+
+@_draft
+def _draft_check(a: _Draft) -> None:
     where = "draft_swa_indices"
-    _checks.tensor(where, "committed_lens", committed_lens, _checks.INT32, 1)
-    _checks.tensor(where, "block_table", block_table, _checks.INT32, 2)
-    _checks.tensor(where, "is_valid_req", is_valid_req, _checks.BOOL, 1)
-    per_request = [("block_table", block_table), ("is_valid_req", is_valid_req)]
-    if draft_start is not None:
-        _checks.tensor(where, "draft_start", draft_start, _checks.INT32, 1)
-        per_request.append(("draft_start", draft_start))
+    _checks.tensor(where, "committed_lens", a.committed_lens, _checks.INT32, 1)
+    _checks.tensor(where, "block_table", a.block_table, _checks.INT32, 2)
+    _checks.tensor(where, "is_valid_req", a.is_valid_req, _checks.BOOL, 1)
+    per_request = [("block_table", a.block_table), ("is_valid_req", a.is_valid_req)]
+    if a.draft_start is not None:
+        _checks.tensor(where, "draft_start", a.draft_start, _checks.INT32, 1)
+        per_request.append(("draft_start", a.draft_start))
     for name, value in per_request:
-        if value.shape[0] != committed_lens.shape[0]:
-            raise ArgumentShapeError(where, name, f"one row a request ({committed_lens.shape[0]}, like committed_lens)", f"shape {list(value.shape)}")
-    _checks.same_device(where, committed_lens=committed_lens, block_table=block_table, is_valid_req=is_valid_req, draft_start=draft_start)
-    _checks.integer(where, "block_size", block_size, 1, INT32_MAX)
-    _checks.integer(where, "window", window, 1, INT32_MAX)
-    _checks.integer(where, "block_queries", block_queries, 1, INT32_MAX)
-    _checks.integer(where, "width", width, 1, INT32_MAX)
-    if width < window + block_queries:
-        raise ArgumentError(where, "width", f"at least window + block_queries ({window + block_queries})", width, "Use swa_index_width(window, block_queries).")
-    if max_model_len is not None:
-        _checks.integer(where, "max_model_len", max_model_len, 1)
+        if value.shape[0] != a.committed_lens.shape[0]:
+            raise ArgumentShapeError(where, name, f"one row a request ({a.committed_lens.shape[0]}, like committed_lens)", f"shape {list(value.shape)}")
+    _checks.same_device(where, committed_lens=a.committed_lens, block_table=a.block_table, is_valid_req=a.is_valid_req, draft_start=a.draft_start)
+    _checks.integer(where, "block_size", a.block_size, 1, INT32_MAX)
+    _checks.integer(where, "window", a.window, 1, INT32_MAX)
+    _checks.integer(where, "block_queries", a.block_queries, 1, INT32_MAX)
+    _checks.integer(where, "width", a.width, 1, INT32_MAX)
+    if a.width < a.window + a.block_queries:
+        raise ArgumentError(where, "width", f"at least window + block_queries ({a.window + a.block_queries})", a.width, "Use swa_index_width(window, block_queries).")
+    if a.max_model_len is not None:
+        _checks.integer(where, "max_model_len", a.max_model_len, 1)
 
 
-def _draft_reference(
-    committed_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    is_valid_req: torch.Tensor,
-    *,
-    block_size: int,
-    window: int,
-    block_queries: int,
-    width: int,
-    draft_start: torch.Tensor | None = None,
-    max_model_len: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    table, rows, lens = block_table.tolist(), [], []
-    starts = [0] * len(table) if draft_start is None else draft_start.tolist()
-    for request, (committed, valid) in enumerate(zip(committed_lens.tolist(), is_valid_req.tolist(), strict=True)):
+@_draft
+def _draft_reference(a: _Draft) -> tuple[torch.Tensor, torch.Tensor]:
+    table, rows, lens = a.block_table.tolist(), [], []
+    starts = [0] * len(table) if a.draft_start is None else a.draft_start.tolist()
+    for request, (committed, valid) in enumerate(zip(a.committed_lens.tolist(), a.is_valid_req.tolist(), strict=True)):
         visible: range = range(0)
         if valid and committed > 0:
-            visible = range(max(0, committed - window, starts[request]), committed + block_queries)
-        slots = [_checks.PAD_SLOT_ID if max_model_len is not None and p >= max_model_len else slot_of(table[request], p, block_size) for p in visible]
-        rows += [slots + [_checks.PAD_SLOT_ID] * (width - len(slots))] * block_queries
-        lens += [len(slots)] * block_queries
-    indices = torch.tensor(rows, dtype=torch.int32, device=committed_lens.device).reshape(len(rows), width)
-    return indices, torch.tensor(lens, dtype=torch.int32, device=committed_lens.device)
+            visible = range(max(0, committed - a.window, starts[request]), committed + a.block_queries)
+        slots = [_checks.PAD_SLOT_ID if a.max_model_len is not None and p >= a.max_model_len else slot_of(table[request], p, a.block_size) for p in visible]
+        rows += [slots + [_checks.PAD_SLOT_ID] * (a.width - len(slots))] * a.block_queries
+        lens += [len(slots)] * a.block_queries
+    indices = torch.tensor(rows, dtype=torch.int32, device=a.committed_lens.device).reshape(len(rows), a.width)
+    return indices, torch.tensor(lens, dtype=torch.int32, device=a.committed_lens.device)
 
 
-def _draft_torch(
-    committed_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    is_valid_req: torch.Tensor,
-    *,
-    block_size: int,
-    window: int,
-    block_queries: int,
-    width: int,
-    draft_start: torch.Tensor | None = None,
-    max_model_len: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    committed = committed_lens.to(torch.int64)
-    first = (committed - window).clamp(min=0)
-    if draft_start is not None:
-        first = torch.maximum(first, draft_start.to(torch.int64))
-    lens = (committed + block_queries - first).clamp(min=0).masked_fill(~(is_valid_req & (committed > 0)), 0)
-    columns = torch.arange(width, device=committed.device)
+@_draft
+def _draft_torch(a: _Draft) -> tuple[torch.Tensor, torch.Tensor]:
+    committed = a.committed_lens.to(torch.int64)
+    first = (committed - a.window).clamp(min=0)
+    if a.draft_start is not None:
+        first = torch.maximum(first, a.draft_start.to(torch.int64))
+    lens = (committed + a.block_queries - first).clamp(min=0).masked_fill(~(a.is_valid_req & (committed > 0)), 0)
+    columns = torch.arange(a.width, device=committed.device)
     positions = first[:, None] + columns
     listed = columns < lens[:, None]
-    if max_model_len is not None:
-        listed = listed & (positions < max_model_len)
+    if a.max_model_len is not None:
+        listed = listed & (positions < a.max_model_len)
     requests = torch.arange(committed.shape[0], device=committed.device)
-    indices = slots_at(block_table, requests, positions, listed, block_size)
-    return indices.repeat_interleave(block_queries, 0), lens.to(torch.int32).repeat_interleave(block_queries, 0)
+    indices = slots_at(a.block_table, requests, positions, listed, a.block_size)
+    return indices.repeat_interleave(a.block_queries, 0), lens.to(torch.int32).repeat_interleave(a.block_queries, 0)
 
 
-def _draft_triton(
-    committed_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    is_valid_req: torch.Tensor,
-    *,
-    block_size: int,
-    window: int,
-    block_queries: int,
-    width: int,
-    draft_start: torch.Tensor | None = None,
-    max_model_len: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@_draft
+def _draft_triton(a: _Draft) -> tuple[torch.Tensor, torch.Tensor]:
     from ._triton import swa_indices as kernels
 
-    sizes = {"block_size": block_size, "window": window, "block_queries": block_queries, "width": width}
-    return kernels.draft_swa_indices(committed_lens, block_table, is_valid_req, **sizes, draft_start=draft_start, max_model_len=max_model_len)
+    return kernels.draft_swa_indices(a)
 
 
-def _draft_fake(
-    committed_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    is_valid_req: torch.Tensor,
-    *,
-    block_size: int,
-    window: int,
-    block_queries: int,
-    width: int,
-    draft_start: torch.Tensor | None = None,
-    max_model_len: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = committed_lens.shape[0] * block_queries
-    return committed_lens.new_empty((rows, width)), committed_lens.new_empty((rows,))
+@_draft
+def _draft_fake(a: _Draft) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = a.committed_lens.shape[0] * a.block_queries
+    return a.committed_lens.new_empty((rows, a.width)), a.committed_lens.new_empty((rows,))
 
 
 def _draft_samples(device: torch.device | str, seed: int = 0) -> Iterator[Sample]:

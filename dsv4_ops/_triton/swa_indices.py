@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -147,81 +149,33 @@ def store_window(
     tl.store(indices_ptr + (row * WIDTH + column), slot, mask=(row < num_rows) & (column < WIDTH))
 
 
-def causal_swa_indices(
-    positions: torch.Tensor, token_to_req_indices: torch.Tensor, is_valid_token: torch.Tensor, block_table: torch.Tensor, *, block_size: int, window: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = positions.shape[0]
-    indices, lens = positions.new_empty((tokens, width), dtype=torch.int32), positions.new_empty((tokens,), dtype=torch.int32)
-    rows, columns, parts = tile(width, ELEMENTS)
+def causal_swa_indices(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the op's arguments."""
+    tokens = a.positions.shape[0]
+    indices, lens = a.positions.new_empty((tokens, a.width), dtype=torch.int32), a.positions.new_empty((tokens,), dtype=torch.int32)
+    rows, columns, parts = tile(a.width, ELEMENTS)
     launch(
-        causal_swa_kernel,
-        triton.cdiv(tokens, rows) * parts,
-        positions.device,
-        indices,
-        lens,
-        positions,
-        token_to_req_indices,
-        is_valid_token,
-        block_table,
-        tokens,
-        block_table.shape[0],
-        min(block_table.shape[1], 2**31 - 1),
-        block_table.stride(0),
-        POSITION_STRIDE=positions.stride(0),
-        REQUEST_STRIDE=token_to_req_indices.stride(0),
-        VALID_STRIDE=is_valid_token.stride(0),
-        TABLE_COLUMN_STRIDE=block_table.stride(1),
-        BLOCK_SIZE=block_size,
-        WINDOW=window,
-        WIDTH=width,
-        ROWS=rows,
-        COLUMNS=columns,
-        PARTS=parts,
-        num_warps=4,
-    )
+        causal_swa_kernel, triton.cdiv(tokens, rows) * parts, a.positions.device,
+        indices, lens, a.positions, a.token_to_req_indices, a.is_valid_token, a.block_table,
+        tokens, a.block_table.shape[0], min(a.block_table.shape[1], 2**31 - 1), a.block_table.stride(0),
+        POSITION_STRIDE=a.positions.stride(0), REQUEST_STRIDE=a.token_to_req_indices.stride(0), VALID_STRIDE=a.is_valid_token.stride(0),
+        TABLE_COLUMN_STRIDE=a.block_table.stride(1), BLOCK_SIZE=a.block_size, WINDOW=a.window, WIDTH=a.width,
+        ROWS=rows, COLUMNS=columns, PARTS=parts, num_warps=4,
+    )  # fmt: skip
     return indices, lens
 
 
-def draft_swa_indices(
-    committed_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    is_valid_req: torch.Tensor,
-    *,
-    block_size: int,
-    window: int,
-    block_queries: int,
-    width: int,
-    draft_start: torch.Tensor | None,
-    max_model_len: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows = committed_lens.shape[0] * block_queries
-    indices, lens = committed_lens.new_empty((num_rows, width)), committed_lens.new_empty((num_rows,))
-    rows, columns, parts = tile(width, ELEMENTS)
+def draft_swa_indices(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the op's arguments."""
+    num_rows = a.committed_lens.shape[0] * a.block_queries
+    indices, lens = a.committed_lens.new_empty((num_rows, a.width)), a.committed_lens.new_empty((num_rows,))
+    rows, columns, parts = tile(a.width, ELEMENTS)
     launch(
-        draft_swa_kernel,
-        triton.cdiv(num_rows, rows) * parts,
-        committed_lens.device,
-        indices,
-        lens,
-        committed_lens,
-        is_valid_req,
-        draft_start,
-        block_table,
-        num_rows,
-        min(block_table.shape[1], 2**31 - 1),
-        2**63 - 1 if max_model_len is None else max_model_len,
-        block_table.stride(0),
-        COMMITTED_STRIDE=committed_lens.stride(0),
-        VALID_STRIDE=is_valid_req.stride(0),
-        START_STRIDE=0 if draft_start is None else draft_start.stride(0),
-        TABLE_COLUMN_STRIDE=block_table.stride(1),
-        BLOCK_SIZE=block_size,
-        WINDOW=window,
-        QUERIES=block_queries,
-        WIDTH=width,
-        ROWS=rows,
-        COLUMNS=columns,
-        PARTS=parts,
-        num_warps=4,
-    )
+        draft_swa_kernel, triton.cdiv(num_rows, rows) * parts, a.committed_lens.device,
+        indices, lens, a.committed_lens, a.is_valid_req, a.draft_start, a.block_table,
+        num_rows, min(a.block_table.shape[1], 2**31 - 1), 2**63 - 1 if a.max_model_len is None else a.max_model_len, a.block_table.stride(0),
+        COMMITTED_STRIDE=a.committed_lens.stride(0), VALID_STRIDE=a.is_valid_req.stride(0), START_STRIDE=0 if a.draft_start is None else a.draft_start.stride(0),
+        TABLE_COLUMN_STRIDE=a.block_table.stride(1), BLOCK_SIZE=a.block_size, WINDOW=a.window, QUERIES=a.block_queries, WIDTH=a.width,
+        ROWS=rows, COLUMNS=columns, PARTS=parts, num_warps=4,
+    )  # fmt: skip
     return indices, lens

@@ -51,7 +51,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("null-block-draft", "draft KV never goes to the null block", "dsv4_ops/dflash.py", "mapped = block > _checks.NULL_BLOCK", "mapped = block >= _checks.NULL_BLOCK", "tests/test_dflash.py -k D01"),
     Mutation("model-limit", "positions past the limit have no slot", "dsv4_ops/dflash.py", "inside = alive & (position < a.max_model_len)", "inside = alive", "tests/test_dflash.py -k D02"),
     # Width and window.
-    Mutation("width-as-window", "the storage width is not the window", "dsv4_ops/swa_indices.py", "first = (positions - (window - 1)).clamp(min=0)", "first = (positions - (width - 1)).clamp(min=0)", "tests/test_swa_indices.py -k C02"),
+    Mutation("width-as-window", "the storage width is not the window", "dsv4_ops/swa_indices.py", "first = (a.positions - (a.window - 1)).clamp(min=0)", "first = (a.positions - (a.width - 1)).clamp(min=0)", "tests/test_swa_indices.py -k C02"),
     # Noise.
     Mutation("shared-noise", "recovery has noise of its own", "dsv4_ops/_philox.py", "STREAM_RECOVERY = 3", "STREAM_RECOVERY = 1", "tests/test_sampling.py -k H01"),
     Mutation("one-hot-proposal", "a greedy proposal has a one-hot law", "dsv4_ops/rejection.py", "draft_logits is None or greedy_draft or drafts == 0", "draft_logits is None or drafts == 0", "tests/test_sampling.py -k H04"),
@@ -69,6 +69,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("kernel-last-row-wins", "of equal slots the last row wins", "dsv4_ops/_triton/kv_cache.py", " & (later == 0)", "", "tests/test_kv_cache_cuda.py -k interpreted"),
     Mutation("kernel-scale-up", "a scale is rounded up past 448", "dsv4_ops/_triton/kv_cache.py", "((amax + 0x1FFFFF) >> 23) - 8", "(amax >> 23) - 8", "tests/test_kv_cache_cuda.py -k interpreted"),
     Mutation("kernel-ties", "codes are rounded to even", "dsv4_ops/_triton/kv_cache.py", "0x7FFFF + ((rounded >> 20) & 1)", "0x80000", "tests/test_kv_cache_cuda.py -k interpreted"),
+    Mutation("kernel-wait", "a kernel touches nothing before it has waited for the one before it", "dsv4_ops/_triton/launching.py", "        tl.extra.cuda.gdc_wait()", "        pass", "tests/test_triton.py -k local_context_lens-90"),
     Mutation("kernel-exp-range", "the exponential of -inf is 0, not NaN", "dsv4_ops/_triton/swiglu.py", "bounded = tl.where(x < -105.0, -105.0, x)", "bounded = x", "tests/test_swiglu_cuda.py -k special"),
     # SwiGLU parameters.
     Mutation("gpt-oss-everywhere", "the model type decides the parameters", "dsv4_ops/swiglu.py", 'if model_type == "gpt_oss":', "if True:", "tests/test_swiglu.py -k F01"),

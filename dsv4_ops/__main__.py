@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ._version import __version__
 
@@ -38,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
     ops = commands.add_parser("ops", help="table of the ops", description="The ops: schema, back ends, whether a CUDA graph may hold them.")
     ops.add_argument("name", nargs="?", metavar="NAME", help="all about one op: its arguments, how to call it, an example that runs")
     ops.add_argument("--markdown", action="store_true", help="as the Markdown table of README")
-    ops.add_argument("--write", metavar="PAGE", help="put the Markdown table between the ops:begin and ops:end markers of PAGE")
+    ops.add_argument("--reference", action="store_true", help="the API reference as Markdown: docstrings and signatures of all that is public")
+    ops.add_argument("--write", metavar="PAGE", help="put the Markdown table between the ops:begin and ops:end markers of PAGE; with --reference, write PAGE as a whole")
 
     from .bench import cli as bench
 
@@ -60,6 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
 
 
+def _write_reference(page: str) -> bool:
+    """Write the API reference to ``page``; returns whether it changed."""
+    from . import reference
+
+    path, text = Path(page), reference.reference_text()
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return False
+    path.write_text(text, encoding="utf-8")
+    return True
+
+
 def _run(options: argparse.Namespace) -> int:
     if options.command == "doctor":
         from . import doctor
@@ -76,11 +89,15 @@ def _run(options: argparse.Namespace) -> int:
                 return 2
         elif options.write:
             try:
-                changed = doctor.write_ops_table(options.write)
+                changed = _write_reference(options.write) if options.reference else doctor.write_ops_table(options.write)
             except (OSError, ValueError) as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 4
             print(f"{options.write}: {'written' if changed else 'up to date'}")
+        elif options.reference:
+            from . import reference
+
+            sys.stdout.write(reference.reference_text())
         else:
             sys.stdout.write(doctor.ops_markdown() if options.markdown else doctor.ops_text())
         return 0

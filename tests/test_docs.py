@@ -17,7 +17,7 @@ from torch.utils import _pytree
 
 import dsv4_ops
 import dsv4_ops.passes
-from dsv4_ops import _registry, doctor, graphs
+from dsv4_ops import _registry, doctor, graphs, reference
 from dsv4_ops.testing import replay
 from dsv4_ops.workspace import workspace_manager
 
@@ -241,6 +241,67 @@ def test_what_raises_says_so(name: str) -> None:
     body = inspect.getsource(CALLABLE[name]).split('"""')[-1]
     if re.search(r"\braise \w+Error|\b_checks\.(integer|tensor|one_of|shape)\(|\b_positive\(", body):
         assert re.search(r"\bRaises? |\w+Error", text), "raises, and its docstring names no error"
+
+
+def test_api_reference_is_current() -> None:
+    pytest.importorskip("transformers", reason="the engine's part of the page needs transformers")
+    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == reference.reference_text(), f"run: {reference.COMMAND}"
+
+
+def test_api_reference_has_everything_public() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    absent = [name for name, value in PUBLIC.items() if callable(value) and not re.search(rf"^###+ {name}$", text, re.M)]
+    assert not absent
+
+
+DOCSTRING = """Sum of ``a`` and :class:`B`.
+
+=====  =====  =======================
+name   dtype  meaning
+=====  =====  =======================
+a      int    first ``x | y``, goes
+              on here
+-----  -----  -----------------------
+.      int    second
+=====  =====  =======================
+
+As in::
+
+    call(a)
+
+    more
+Then text.
+"""
+
+MARKDOWN = """Sum of `a` and `B`.
+
+| name | dtype | meaning |
+|---|---|---|
+| a | int | first `x \\| y`, goes on here |
+|  | int | second |
+
+
+As in:
+
+```text
+call(a)
+
+more
+```
+
+Then text."""
+
+
+def test_docstring_becomes_markdown() -> None:
+    assert reference.markdown(DOCSTRING) == MARKDOWN
+
+
+def test_signature_is_that_of_the_source() -> None:
+    def function(a: torch.Tensor, *rest: int, b: float | None = None, **more: Any) -> tuple[int, ...]:
+        return ()
+
+    assert reference._signature(function) == "(a: torch.Tensor, *rest: int, b: float | None = None, **more: Any) -> tuple[int, ...]"
+    assert reference._signature(dsv4_ops.BatchKind).startswith("(num_decodes: int, num_decode_tokens: int, ")
 
 
 def test_version_table_is_what_ci_and_the_recorded_results_have() -> None:

@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
-from . import _registry, capability, envs, testing
+from . import _registry, attention_backends, capability, envs, testing
 from ._registry import Op, Sample
 from ._version import __version__
+from .kv_cache import kv_page_bytes
 
 __all__ = ["Outcome", "op_text", "ops_markdown", "ops_table", "ops_text", "render", "report", "selftest", "write_ops_table"]
 
@@ -167,6 +168,7 @@ def report(system: bool = True) -> dict[str, Any]:
         "compiled": {"loaded": list(_registry.loaded), "skipped": dict(_registry.skipped)},
         "ops": [_op_row(op, bool(gpus)) for op in _registry.ops()],
         "flashinfer": _flashinfer(gpus),
+        "attention": _attention(gpus),
         "environment": [{"name": v.name, "value": v.value, "default": v.default, "meaning": v.meaning} for v in envs.VARIABLES],
     }
     if system:
@@ -255,6 +257,26 @@ def _flashinfer(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return facts
 
 
+def _attention(gpus: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each back end of sparse_mla_decode on each kind of GPU here: whether it can serve, all that is unmet, what nobody has run."""
+    archs: list[tuple[int, int] | None] = [*sorted({tuple(g["capability"]) for g in gpus})] or [None]  # type: ignore[list-item]
+    rows = []
+    for arch in archs:
+        for backend in attention_backends.BACKENDS:
+            unmet = [str(r) for r in attention_backends.requirements(backend, _attention_shape(backend, arch), arch) if not r.ok]
+            row = {"backend": backend, "arch": None if arch is None else list(arch), "serves": not unmet, "unmet": unmet}
+            rows.append(row | {"batch_invariant": backend in attention_backends.BATCH_INVARIANT, "never_run": attention_backends.NEVER_RUN.get(backend, "")})
+    return rows
+
+
+def _attention_shape(backend: str, arch: tuple[int, int] | None) -> attention_backends.DecodeShape:
+    """Plain decode of DeepSeek-V4-Flash on one GPU, in pages that every engine pads so; in bfloat16 where a back end takes nothing else."""
+    pages = attention_backends.Pages(stride=kv_page_bytes(64, align=576))
+    if backend == "flashinfer" and arch is not None and arch[0] == 10:
+        pages = attention_backends.Pages(torch.bfloat16, 64, 64 * 512)
+    return attention_backends.DecodeShape(64, torch.bfloat16, 128, pages, 512, pages)
+
+
 def _version(project: str) -> str | None:
     try:
         return importlib.metadata.version(project)
@@ -298,11 +320,23 @@ def render(facts: dict[str, Any]) -> str:
     known = flashinfer["problem"] or f"version {flashinfer['version']}, dispatch table: {flashinfer['table']}"
     lines += ["", "FlashInfer sparse MLA decode", f"  {known}"]
     lines += [f"  sm_{a['arch'][0]}{a['arch'][1]}, {a['heads']} heads, top-k {a['top_k']}: {a['answer']}" for a in flashinfer["sparse_mla_decode"]]
+    lines += ["", "attention: back ends of sparse_mla_decode (64 heads, window 128 and 512 records)", *_attention_lines(facts)]
     lines += ["", "environment", _grid(("variable", "value", "meaning"), [(v["name"], v["value"], v["meaning"]) for v in facts["environment"]])]
     if "system" in facts:
         lines += ["", "torch.utils.collect_env", facts["system"]["text"].strip()]
     lines += ["", verdict(facts)]
     return "\n".join(lines) + "\n"
+
+
+def _attention_lines(facts: dict[str, Any]) -> Iterator[str]:
+    own = next(r["backends"]["cuda" if facts["gpus"] else "cpu"]["in_use"] for r in facts["ops"] if r["op"] == "sparse_mla_decode")
+    yield f"  auto: {own}, by this package; a row's bits never depend on its batch"
+    for row in facts["attention"]:
+        where = "" if row["arch"] is None else f" on sm_{row['arch'][0]}{row['arch'][1]}"
+        yield f"  {row['backend']}{where}: {'can serve' if row['serves'] else 'cannot serve'}{'' if row['batch_invariant'] else '; bits depend on the batch'}"
+        yield from (f"    why: {reason}" for reason in row["unmet"])
+        if row["never_run"]:
+            yield f"    never run: {row['never_run']}"
 
 
 def verdict(facts: dict[str, Any]) -> str:

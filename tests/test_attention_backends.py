@@ -121,6 +121,14 @@ def test_one_graph_with_a_named_back_end_and_any_batch_size() -> None:
     assert graphs == 1
 
 
+def test_inductor_passes_the_name_on() -> None:
+    torch._dynamo.reset()
+    arguments = batch(3, 8, (12, 4), torch.uint8, torch.bfloat16, "cpu")
+    decode = SparseMLADecode(8, 12, extra_width=4, device="cpu", backend="reference")
+    compiled = torch.compile(lambda *a: decode(*a, scale=SCALE)[0] * 2, fullgraph=True)
+    assert torch.equal(compiled(*arguments), decode(*arguments, scale=SCALE)[0] * 2)
+
+
 def test_torch_library_knows_the_argument() -> None:
     sample = SPARSE_MLA_DECODE.sized("cpu", 3)
     torch.library.opcheck(SPARSE_MLA_DECODE.overload, sample.args, {**sample.kwargs, "backend": "reference"})

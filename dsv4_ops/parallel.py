@@ -238,16 +238,17 @@ def context_parallel_decode(
     *,
     scale: float,
     lane: int = -1,
+    backend: str = "auto",
     group: dist.ProcessGroup | None = None,
 ) -> SparseMLADecodeOutput:
     """``sparse_mla_decode`` whose keys are split over ranks: the result over all of them, on every rank.
 
     Arguments as ``sparse_mla_decode`` takes them, the same ``q`` and ``attn_sink`` on every rank; caches and index rows are the rank's own, together each key once. One
-    message of ``T * H * (512 * itemsize + 4)`` bytes a rank. Raises as ``sparse_mla_decode`` does.
+    message of ``T * H * (512 * itemsize + 4)`` bytes a rank. ``backend`` must be one that gives ``lse``. Raises as ``sparse_mla_decode`` does.
     """
     if dist.get_world_size(group) == 1:
-        return sparse_mla_decode(q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, attn_sink, scale=scale, lane=lane)
-    out, lse = sparse_mla_decode(q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, scale=scale, lane=lane)
+        return sparse_mla_decode(q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, attn_sink, scale=scale, lane=lane, backend=backend)
+    out, lse = sparse_mla_decode(q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, scale=scale, lane=lane, backend=backend)
     dim = out.shape[-1]
     messages = _gathered(torch.cat([out, lse.unsqueeze(-1).view(out.dtype)], -1), group)
     return merge_states(messages[..., :dim], messages[..., dim:].contiguous().view(torch.float32).squeeze(-1), attn_sink)

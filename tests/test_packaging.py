@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -86,6 +87,8 @@ def test_wheel_holds_this_package_and_nothing_else(wheel: Path, site: Path) -> N
     data = {p.relative_to(sources) for p in (sources / "dsv4_ops").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
     assert data <= shipped, f"not in tool.setuptools.package-data: {sorted(map(str, data - shipped))}"
     assert [p.name for p in site.rglob("*.so")] == ["_C.abi3.so"]
+    weights = [p for p in data if p.suffix == ".safetensors"]
+    assert len(weights) == 3 and sum((sources / p).stat().st_size for p in weights) <= 8e6 and wheel.stat().st_size < 10e6
 
 
 @needs_compiler
@@ -146,6 +149,43 @@ def test_wheel_without_compiled_parts_is_for_any_machine_and_says_so(tmp_path: P
     assert "DSV4_OPS_BUILD=none" in result.stderr
     quiet = python(IMPORTED, tmp_path / "empty", PYTHONPATH=str(site), DSV4_OPS_DISABLE_C="1")
     assert quiet.stderr == "", "who switches the compiled parts off is not warned"
+
+
+@needs_compiler
+def test_commands_of_the_wheel_run_outside_the_checkout(site: Path, tmp_path: Path) -> None:
+    done = run(sys.executable, "-m", "dsv4_ops", "bench", "topk", "--device", "cpu", "--rows", "2", "--columns", "64", "--k", "8", "--json", "b.json", cwd=tmp_path, PYTHONPATH=str(site))
+    (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert row["ok"] and row["backend"] == "c++" and "say nothing about GPUs" in done.stdout
+    assert "commit unknown" in done.stdout, "the sources of this wheel had no history"
+    report = run(sys.executable, "-m", "dsv4_ops", "doctor", cwd=tmp_path, PYTHONPATH=str(site)).stdout
+    assert "missing back ends" in report and "_C: loaded" in report
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_a_build_from_a_checkout_knows_its_commit(tmp_path: Path) -> None:
+    sources = copy_sources(tmp_path / "sources")
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (("init", "-q"), ("add", "-A"), ("commit", "-qm", "first")):
+        run(*git, *command, cwd=sources)
+    head = run("git", "rev-parse", "--short", "HEAD", cwd=sources).stdout.strip()
+    site = unpack(build_wheel(sources, tmp_path / "out", DSV4_OPS_BUILD="none"), tmp_path / "site")
+    assert json.loads((site / "dsv4_ops" / "_build.json").read_text())["commit"] == head
+    assert python("from dsv4_ops.bench import machine; print(machine.commit())", tmp_path, PYTHONPATH=str(site)).stdout.strip() == head
+
+
+def test_install_without_a_compiler_works_and_doctor_says_what_is_missing(tmp_path: Path) -> None:
+    """As ``pip install .`` on a machine with nothing but Python and torch: no compiler on the path or named by the environment."""
+    (tmp_path / "bin").mkdir()
+    bare = {"PATH": str(tmp_path / "bin"), **{name: "" for name in ("CC", "CXX", "CUDA_HOME", "CUDA_PATH") if name in os.environ}}
+    sources = copy_sources(tmp_path / "sources")
+    site = unpack(build_wheel(sources, tmp_path / "out", DSV4_OPS_CUDA="0", **bare), tmp_path / "site")
+    assert not list(site.rglob("*.so"))
+    result = python(IMPORTED, tmp_path, PYTHONPATH=str(site), **bare)
+    assert "loaded []" in result.stdout and "[[1, 2], [0, 1]]" in result.stdout
+    report = run(sys.executable, "-m", "dsv4_ops", "doctor", cwd=tmp_path, PYTHONPATH=str(site), **bare).stdout
+    missing = report[report.index("missing back ends") : report.index("compiled parts")]
+    assert re.search(r"c\+\+ on cpu for .*\btopk\b", missing) and "why: _C: not built: the build failed" in missing
+    assert "fix: " in missing and "(it needs a C++ compiler, g++ or clang++)" in missing
 
 
 @needs_compiler
@@ -243,9 +283,16 @@ def test_source_distribution_can_build_itself(tmp_path: Path) -> None:
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
-    wanted = {str(p.relative_to(sources)) for part in ("csrc", "dsv4_ops", "passes") for p in (sources / part).rglob("*") if p.suffix in (".py", ".h", ".cpp", ".cu", ".cuh", ".typed")}
+    wanted = {str(p.relative_to(sources)) for part in ("csrc", "dsv4_ops", "passes") for p in (sources / part).rglob("*") if p.suffix not in (".so", ".pyc") and p.is_file()}
     assert wanted <= names, sorted(wanted - names)
     assert not [name for name in names if name.endswith((".so", ".pyc", "_build.json"))]
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    site = unpack(build_wheel(unpacked, tmp_path / "out", DSV4_OPS_BUILD="none"), tmp_path / "site")
+    assert {p.relative_to(site) for p in site.rglob("*.py")} == {Path("dsv4_ops") / p.relative_to(sources / "dsv4_ops") for p in (sources / "dsv4_ops").rglob("*.py")} | {
+        Path("dsv4_ops") / p.relative_to(sources) for p in (sources / "passes").rglob("*.py")
+    }
 
 
 @pytest.mark.skipif("_C" not in loaded, reason="dsv4_ops._C is not built")

@@ -18,6 +18,7 @@ from torch.utils import _pytree
 import dsv4_ops
 import dsv4_ops.passes
 from dsv4_ops import _registry, doctor, graphs, reference
+from dsv4_ops.__main__ import main
 from dsv4_ops.testing import replay
 from dsv4_ops.workspace import workspace_manager
 
@@ -248,6 +249,16 @@ def test_api_reference_is_current() -> None:
     assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == reference.reference_text(), f"run: {reference.COMMAND}"
 
 
+def test_api_reference_is_written_by_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "reference_text", lambda: "all of it\n")
+    page = tmp_path / "api.md"
+    for _ in range(2):
+        assert main(["ops", "--reference", "--write", str(page)]) == 0
+    assert page.read_text() == "all of it\n" and capsys.readouterr().out.splitlines() == [f"{page}: written", f"{page}: up to date"]
+    assert main(["ops", "--reference"]) == 0 and capsys.readouterr().out == "all of it\n"
+    assert main(["ops", "--reference", "--write", str(tmp_path / "no" / "api.md")]) == 4
+
+
 def test_api_reference_has_everything_public() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     absent = [name for name, value in PUBLIC.items() if callable(value) and not re.search(rf"^###+ {name}$", text, re.M)]
@@ -314,6 +325,12 @@ def test_version_table_is_what_ci_and_the_recorded_results_have() -> None:
     assert "python3 dev.py test " in ci
     assert f'OLD_TORCH = "torch=={oldest[0]}.' in dev
     assert "python3 dev.py test-old" in ci
+    steps = {"all tests": 'step "tests"', "lint": 'step "lint and types"', "types": 'step "lint and types"', "wheel": 'step "wheel', "CUDA sources compiled": 'step "CUDA sources compile"', "`python3 dev.py run`": "python3 dev.py run"}
+    assert newest[2].split(", ") == list(steps) and all(step in ci for step in steps.values())
+    old_tests = re.search(r"OLD_TESTS = \((.*)\)", dev)
+    assert old_tests is not None
+    what = {"every op": "test_every_op", "compile": "test_compile_integration", "workspace": "test_workspace", "graphs": "test_graphs", "lanes": "test_lane_warnings", "passes": "test_passes_*", "the code of the pages": "test_docs"}
+    assert oldest[2].removesuffix(": `python3 dev.py test-old`").split(", ") == list(what) and all(f'"{name}"' in old_tests[1] for name in what.values())
     assert recorded["torch"].startswith(gpu[0] + ".")
     assert gpu[1] == f"{recorded['gpu']}, CUDA {recorded['cuda']}, Triton {recorded['triton'].rpartition('.')[0]}"
 

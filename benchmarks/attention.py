@@ -5,14 +5,15 @@ Every provider's output is first compared with the fp64 reference (``rel_err``: 
 time. ``floor_us`` is what the copy rate of this run takes to read keys and queries and to write the output.
 
 PEERS_DIR may hold ``flash_mla_interface.py`` and ``_flashmla_C.abi3.so`` (or ``.so.xz``). FlashMLA has its plan from the check
-before, "planned" makes it anew in each call. ATTENTION_TOKENS (comma-separated) narrows the run; what is narrowed is written as ``attention-part.json``.
+before, "planned" makes it anew in each call; "backend flashmla" is the op with ``backend="flashmla"``, which masks its rows first. ATTENTION_TOKENS (comma-separated) narrows the run; what is narrowed is written as ``attention-part.json``.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import lzma
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -93,24 +94,24 @@ def inputs(case: Case, swa_cache: torch.Tensor, extra_cache: torch.Tensor, gener
 
 
 def flashmla(folder: Path) -> types.ModuleType | None:
-    """FlashMLA's own interface over its library alone; None where the folder lacks either."""
+    """FlashMLA's own interface over its library alone; None where the folder lacks either.
+
+    Both are laid out as they lie in vLLM, on the import path, so that the op's back end finds them too.
+    """
     name, interface = "_flashmla_C.abi3.so", folder / "flash_mla_interface.py"
     library, packed = folder / name, folder / f"{name}.xz"
     if not interface.exists() or not (library.exists() or packed.exists()):
         return None
-    if not library.exists():
-        library = Path(tempfile.mkdtemp()) / name
-        library.write_bytes(lzma.decompress(packed.read_bytes()))
-    torch.ops.load_library(str(library))
-    for module in ("vllm", "vllm.third_party", "vllm.third_party.flashmla", "vllm._flashmla_C"):  # what the interface imports and does not use
-        sys.modules.setdefault(module, types.ModuleType(module))
-    sys.modules["vllm"]._flashmla_C = sys.modules["vllm._flashmla_C"]  # type: ignore[attr-defined]
-    spec = importlib.util.spec_from_file_location("flash_mla_interface", interface)
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules["flash_mla_interface"] = loaded
-    spec.loader.exec_module(loaded)
-    return loaded
+    root = Path(tempfile.mkdtemp()) / "vllm"
+    place = root / "third_party" / "flashmla"
+    place.mkdir(parents=True)
+    for package in (root, place.parent, place):
+        (package / "__init__.py").touch()
+    shutil.copy(interface, place)
+    (root / name).write_bytes(library.read_bytes() if library.exists() else lzma.decompress(packed.read_bytes()))
+    sys.path.insert(0, str(root.parent))
+    importlib.invalidate_caches()
+    return importlib.import_module("vllm.third_party.flashmla.flash_mla_interface")
 
 
 def flashmla_call(peer: types.ModuleType, args: tuple[Any, ...], plan: Any) -> Callable[[], Any]:
@@ -153,6 +154,7 @@ class Bench:
             plan = self.peer.get_mla_metadata()[0]
             yield "flashmla", [flashmla_call(self.peer, s, plan) for s in sets]
             yield "flashmla, planned", [flashmla_call(self.peer, s, None) for s in sets]
+            yield "dsv4_ops, backend flashmla", [lambda s=s: sparse_mla_decode(*s, scale=SCALE, backend="flashmla") for s in sets]  # type: ignore[misc]
 
     def run(self, case: Case, seed: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(seed)

@@ -29,8 +29,19 @@ NEVER_RUN = {
     "flashinfer": "on any GPU (its table, its argument checks and the rows it is given are tested without one)",
 }
 """Where nobody has seen a back end run under the tests of this package."""
-FASTEST_FLASHMLA: dict[tuple[int, bool], int] = {}
-"""(padded heads, a second segment) -> tokens from which FlashMLA was measured faster on sm_90 than the kernels of this package."""
+
+
+class Faster(NamedTuple):
+    """A region in which FlashMLA was measured faster than the kernels of this package: padded heads, columns of both segments, and
+    from how many tokens on."""
+
+    heads: int
+    columns: range
+    tokens: int
+
+
+FASTER_FLASHMLA: tuple[Faster, ...] = ()
+"""On sm_90. tests/test_attention_backends.py holds it against the recorded run (benchmarks/results, topic attention)."""
 
 
 class Pages(NamedTuple):
@@ -204,5 +215,6 @@ def fastest(own: str, tokens: int, shape: DecodeShape, arch: tuple[int, int] | N
         return own
     if own == "reference":
         return "flashmla"  # it beats PyTorch everywhere
-    first = FASTEST_FLASHMLA.get((_flashmla.padded_heads(shape.heads), shape.extra_width is not None))
-    return "flashmla" if first is not None and tokens >= first else own
+    columns, heads = shape.width + (shape.extra_width or 0), _flashmla.padded_heads(shape.heads)
+    faster = any(heads == region.heads and columns in region.columns and tokens >= region.tokens for region in FASTER_FLASHMLA)
+    return "flashmla" if faster else own

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import json
 import math
 import sys
 import types
@@ -21,7 +22,7 @@ import torch
 
 import dsv4_ops
 from dsv4_ops import SparseMLADecode, _decode_backends, _flashinfer, _flashmla, sparse_mla_decode
-from dsv4_ops._decode_backends import BACKENDS, DecodeShape, Pages, fastest, requirements
+from dsv4_ops._decode_backends import BACKENDS, DecodeShape, Faster, Pages, fastest, requirements
 from dsv4_ops.errors import ArgumentError, UnsupportedError
 from dsv4_ops.kv_cache import kv_cache_gather, new_kv_cache
 from dsv4_ops.sparse_decode import SPARSE_MLA_DECODE
@@ -148,14 +149,59 @@ def test_auto_never_asks_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_fastest_by_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     fitting: tuple[Any, ...] = ()
     monkeypatch.setattr(_decode_backends, "requirements", lambda backend, shape, arch, lse=False: fitting)
-    monkeypatch.setattr(_decode_backends, "FASTEST_FLASHMLA", {(64, True): 32})
+    monkeypatch.setattr(_decode_backends, "FASTER_FLASHMLA", (Faster(64, range(640, 700), 32), Faster(64, range(1, 130), 1)))
     assert [fastest("triton", tokens, PLAIN, SM90) for tokens in (1, 31, 32, 500)] == ["triton", "triton", "flashmla", "flashmla"]
     assert fastest("triton", 500, DRAFT, SM90) == "triton", "nothing was measured slower"
+    assert fastest("triton", 1, DRAFT._replace(width=128), SM90) == "flashmla", "the window's columns alone"
     assert fastest("triton", 500, PLAIN._replace(heads=65), SM90) == "triton", "128 padded heads are another measurement"
     assert fastest("reference", 1, DRAFT, SM90) == "flashmla", "without kernels of our own"
     assert fastest("triton", 500, PLAIN, SM100) == "triton", "nobody measured it there"
     fitting = (dsv4_ops.capability.Requirement("library", "one", "none", False),)
     assert fastest("reference", 500, PLAIN, SM90) == "reference"
+
+
+RECORDED = Path(__file__).parents[1] / "benchmarks" / "results" / "h200" / "attention.json"
+
+
+def cells(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int, int], dict[str, float]]:
+    """(heads, width, records, tokens) -> microseconds of our kernel and of the FlashMLA back end, where both were measured and right."""
+    names = {"dsv4_ops": "triton", "dsv4_ops, backend flashmla": "flashmla"}
+    found: dict[tuple[int, int, int, int], dict[str, float]] = {}
+    for row in rows:
+        if row["provider"] in names and row.get("ok") and "us_p50" in row:
+            p = row["params"]
+            found.setdefault((p["heads"], p["width"], p["records"], p["tokens"]), {})[names[row["provider"]]] = row["us_p50"]
+    return {key: value for key, value in found.items() if len(value) == 2}
+
+
+def slower_than_another(found: dict[tuple[int, int, int, int], dict[str, float]]) -> dict[Any, Any]:
+    """Cells where ``fastest`` takes a back end that is under 0.97 of the best."""
+    slow = {}
+    for (heads, width, records, tokens), cell in found.items():
+        chosen = fastest("triton", tokens, PLAIN._replace(heads=heads, width=width, extra_width=records or None), SM90)
+        if cell[chosen] > min(cell.values()) / 0.97:
+            slow[heads, width, records, tokens] = (chosen, cell)
+    return slow
+
+
+def test_fastest_is_what_the_recorded_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After another record, FASTER_FLASHMLA of _decode_backends.py is to be set anew."""
+    monkeypatch.setattr(_decode_backends, "requirements", lambda *a, **k: ())
+    if not RECORDED.exists():
+        pytest.skip("no run of the attention benchmark is recorded yet")
+    assert slower_than_another(cells(json.loads(RECORDED.read_text())["rows"])) == {}
+
+
+def test_a_record_that_disagrees_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_decode_backends, "requirements", lambda *a, **k: ())
+    monkeypatch.setattr(_decode_backends, "FASTER_FLASHMLA", (Faster(64, range(640, 641), 64),))
+    params = {"heads": 64, "width": 128, "records": 512}
+    rows = [
+        {"provider": provider, "ok": True, "us_p50": us, "params": {**params, "tokens": tokens}}
+        for tokens, pair in ((8, (10.0, 16.0)), (32, (30.0, 28.0)), (64, (40.0, 46.0)), (128, (60.0, 46.0)))
+        for provider, us in zip(("dsv4_ops", "dsv4_ops, backend flashmla"), pair, strict=True)
+    ]
+    assert list(slower_than_another(cells(rows))) == [(64, 128, 512, 32), (64, 128, 512, 64)]
 
 
 # ---- construction ----------------------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ It is the installed one, or the one whose pieces lie in PEERS_DIR (``flash_mla_i
 
 from __future__ import annotations
 
-import lzma
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import attention
 from dsv4_ops import SparseMLADecode, _decode_backends, _flashmla, sparse_key_rows, sparse_mla_decode, testing
 from dsv4_ops.errors import UnsupportedError
 from dsv4_ops.sparse_decode import SPARSE_MLA_DECODE
@@ -31,15 +30,8 @@ FORMS = [(64, (128, 0)), (128, (128, 512)), (64, (133, 512)), (32, (192, 100)), 
 def flashmla(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A FlashMLA to be found: PEERS_DIR's pieces laid out as they lie in vLLM, where none is installed."""
     peers, path = os.environ.get("PEERS_DIR"), list(sys.path)
-    if _flashmla.installed().module is None and peers and (Path(peers) / "flash_mla_interface.py").exists():
-        root = tmp_path_factory.mktemp("peers") / "vllm"
-        (root / "third_party" / "flashmla").mkdir(parents=True)
-        for folder in (root, root / "third_party", root / "third_party" / "flashmla"):
-            (folder / "__init__.py").touch()
-        shutil.copy(Path(peers) / "flash_mla_interface.py", root / "third_party" / "flashmla")
-        library, plain = root / "_flashmla_C.abi3.so", Path(peers) / "_flashmla_C.abi3.so"
-        library.write_bytes(plain.read_bytes() if plain.exists() else lzma.decompress(plain.with_suffix(".so.xz").read_bytes()))
-        sys.path.insert(0, str(root.parent))
+    if _flashmla.installed().module is None and peers:
+        attention.flashmla(Path(peers).resolve())
     _decode_backends.requirements.cache_clear()
     unmet = [str(r) for r in _decode_backends.requirements("flashmla", form(64, (128, None)).shape, torch.cuda.get_device_capability()) if not r.ok]
     if unmet:

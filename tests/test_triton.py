@@ -5,11 +5,14 @@ By construction, as in test_every_op.py: an op with ``triton=`` is tested the mo
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import dis
 import importlib
 import importlib.util
 import math
 import re
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -286,19 +289,31 @@ def launched_by(name: str) -> list[Compiled]:
     return found
 
 
+@dataclass(frozen=True)
+class Machine:
+    """Stands for a driver: kernels ask it what they are compiled for."""
+
+    target: Any
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+
 def compile_for(found: Sequence[Compiled], capability: int) -> None:
     from triton._utils import find_paths_if, get_iterable_path
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as triton_compile
+    from triton.runtime import driver
 
+    machine = Machine(GPUTarget("cuda", capability, 32))
+    driver.set_active(machine)
     for one in found:
         kernel = getattr(importlib.import_module(one.module), one.kernel)
         special = [None if one.signature[p] == "constexpr" else one.special[p] for p in one.signature]
         divisible = find_paths_if(special, lambda _, known: known == "D")
         attributes = {path: [["tt.divisibility", 16]] for path in divisible if "D" in get_iterable_path(special, path)}
-        options = dict(one.options) | ({"launch_pdl": True} if capability >= 90 else {})
-        made = triton_compile(ASTSource(kernel, one.signature, one.constants, attributes), target=GPUTarget("cuda", capability, 32), options=options)
+        made = triton_compile(ASTSource(kernel, one.signature, one.constants, attributes), target=machine.target, options=dict(one.options))
         steps = re.findall(r"griddepcontrol\.wait|\b(?:ld|st|atom|red|cp|prefetch)\.\S*global", made.asm["ptx"])
         assert capability < 90 or steps[0] == "griddepcontrol.wait", f"{one.kernel}: {steps[0]} before it waits for the kernel that writes its inputs"
         assert "trap;" not in made.asm["ptx"], f"{one.kernel}: the compiler made a trap of it"
@@ -396,6 +411,26 @@ def test_a_kernel_that_does_not_compile_is_noticed(compiler: Interpreter) -> Non
 
 
 # ---- under torch.compile ---------------------------------------------------------------------------------------------
+
+
+def undefined_when_copied() -> set[str]:
+    """Names that Inductor's copy of a kernel of ours uses and does not have."""
+    from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code as copied
+
+    from dsv4_ops._triton.topk import topk_kernel
+
+    def names(code: types.CodeType, *operations: str) -> set[str]:
+        inner = [names(const, *operations) for const in code.co_consts if isinstance(const, types.CodeType)]
+        return {i.argval for i in dis.get_instructions(code) if i.opname in operations}.union(*inner)
+
+    head = "from __future__ import annotations\nimport triton\nimport triton.language as tl\n"
+    code = compile(head + copied(topk_kernel), "copy", "exec")
+    return names(code, "LOAD_NAME", "LOAD_GLOBAL") - names(code, "STORE_NAME") - set(dir(builtins))
+
+
+def test_a_kernel_that_the_compiler_copies_is_whole(compiler: Interpreter) -> None:
+    """It takes functions and constants along, and imports from Triton alone."""
+    assert compiler(undefined_when_copied) == set()
 
 
 def fill_compiled(k: int) -> tuple[list[list[int]], int]:

@@ -30,11 +30,6 @@ def compile_once(*, aligned: tuple[str, ...]) -> Callable[[Callable[..., Any]], 
     return jit
 
 
-@tl.core.builtin
-def _programmatic(_semantic: Any = None) -> Any:
-    return tl.constexpr(getattr(_semantic.builder.options, "launch_pdl", False))
-
-
 @triton.jit
 def wait_for_inputs():
     """The first statement of every kernel: nothing in device memory is touched before it.
@@ -43,13 +38,13 @@ def wait_for_inputs():
     stand here until all that it wrote is visible. So the start of one kernel overlaps the end of the other. None lets the next begin
     earlier: kernels of others may rely on its results before they wait, and where there are many programs it is slower.
     """
-    if not INTERPRETED and _programmatic():
+    if not INTERPRETED and tl.target_info.cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()
 
 
 @functools.cache
 def _launch_options(device: int) -> dict[str, bool]:
-    """Programmatic dependent launch where the GPU has it. Kernels are compiled to wait for the one before just where they are launched so."""
+    """Programmatic dependent launch where the GPU has it: just where ``wait_for_inputs`` waits."""
     return {"launch_pdl": True} if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0) else {}
 
 

@@ -162,20 +162,31 @@ def prepare_dflash_inputs(
 def round_to_capture_size(num_tokens: int, capture_sizes: Sequence[int]) -> int:
     """The smallest capture size that holds ``num_tokens``; ``num_tokens`` itself past the largest (run eagerly, exact size).
 
-    Raises ArgumentError (out of range), ArgumentDtypeError (not an integer).
+    Raises ArgumentError (out of range; a capture size below 1), ArgumentDtypeError (not an integer).
     """
     _checks.integer("round_to_capture_size", "num_tokens", num_tokens, 0)
+    _check_sizes("round_to_capture_size", capture_sizes)
     return min((size for size in capture_sizes if size >= num_tokens), default=num_tokens)
 
 
 def draft_buffer_tokens(max_num_seqs: int, block_queries: int, capture_sizes: Sequence[int]) -> int:
     """Rows that persistent query buffers need: the full batch, and every capture size, which may lie past it.
 
-    Raises ArgumentError (out of range), ArgumentDtypeError (not an integer).
+    Raises ArgumentError (out of range; a capture size below 1), ArgumentDtypeError (not an integer).
     """
     _checks.integer("draft_buffer_tokens", "max_num_seqs", max_num_seqs, 1)
     _checks.integer("draft_buffer_tokens", "block_queries", block_queries, 1)
+    _check_sizes("draft_buffer_tokens", capture_sizes)
     return max(max_num_seqs * block_queries, *capture_sizes, 0)
+
+
+def _check_sizes(where: str, capture_sizes: Sequence[int]) -> None:
+    """One pass over what is right: steps ask for their size on the host, each time."""
+    if not isinstance(capture_sizes, Sequence) or isinstance(capture_sizes, str):
+        raise ArgumentDtypeError(where, "capture_sizes", "a sequence of integers", type(capture_sizes).__name__)
+    for i, size in enumerate(capture_sizes):
+        if type(size) is not int or size < 1:
+            _checks.integer(where, f"capture_sizes[{i}]", size, 1)
 
 
 def capture_query_lens(num_tokens: int, block_queries: int, max_num_seqs: int) -> list[int]:

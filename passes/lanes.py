@@ -237,11 +237,19 @@ def _marks_of(gm: torch.fx.GraphModule) -> Iterator[None]:
         _digest.reset(token)
 
 
-def with_marks(inner: Callable[..., Any]) -> Callable[..., Any]:
+def with_marks(inner: str | Callable[..., Any]) -> Callable[..., Any]:
     """A backend that tells :class:`BindLanes` the marks of each program that ``inner`` compiles, and clones the bodies that two lanes share.
 
-    What it compiles warns, as under ``backend()``, where an op that no one registered asks for the lane of a marked region.
+    ``inner``: a backend, or the name of one that ``torch.compile`` knows. Raises PassError for a name that it does not know and for what
+    cannot be called. What it compiles warns, as under ``backend()``, where an op that no one registered asks for the lane of a marked region.
     """
+    if isinstance(inner, str):
+        try:
+            inner = torch._dynamo.lookup_backend(inner)
+        except torch._dynamo.exc.InvalidBackend as error:
+            raise PassError(f"with_marks: there is no backend {inner!r}; torch.compile knows {', '.join(torch._dynamo.list_backends())}.") from error
+    if not callable(inner):
+        raise PassError(f"with_marks: inner must be a backend or the name of one, got {inner!r}.")
 
     def compile_with_marks(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         _Binder(Regions(gm), None, clone=True, bind=False).run(gm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from dsv4_ops import (
     scratch_rows,
 )
 from dsv4_ops.dflash import PREPARE_DFLASH_INPUTS
-from dsv4_ops.errors import ArgumentError
+from dsv4_ops.errors import ArgumentDtypeError, ArgumentError
 
 MASK = 7777
 
@@ -266,6 +267,20 @@ def test_sibling_of_D04_nothing_kept_starts_at_the_requests_own_first_position(d
     out = prepare([[49, 50], [20, 21, 22]], [[[4] * 8, [5] * 8]], [16], n=2, rejected=[0, 9], device=device)
     assert out.positions.tolist() == [51, 52, 20, 21]
     assert out.context_slots.tolist() == [[4 * 16 + 1, 4 * 16 + 2, -1, -1, -1]] and out.seq_lens.tolist() == [53, 22]
+
+
+@pytest.mark.parametrize(("sizes", "error", "match"), [
+    ([8, 0], ArgumentError, r"capture_sizes[1] must be at least 1, got 0."),
+    ([-4], ArgumentError, r"capture_sizes[0] must be at least 1, got -4."),
+    ([8, 16.0], ArgumentDtypeError, r"capture_sizes[1] must be an integer, got float."),
+    ([True], ArgumentDtypeError, r"capture_sizes[0] must be an integer, got bool."),
+    (8, ArgumentDtypeError, "capture_sizes must be a sequence of integers, got int."),
+    ("8", ArgumentDtypeError, "capture_sizes must be a sequence of integers, got str."),
+])  # fmt: skip
+def test_capture_sizes_are_checked(sizes: Any, error: type[Exception], match: str) -> None:
+    for name, call in (("round_to_capture_size", lambda: round_to_capture_size(3, sizes)), ("draft_buffer_tokens", lambda: draft_buffer_tokens(2, 3, sizes))):
+        with pytest.raises(error, match=re.escape(f"{name}: {match}")):
+            call()
 
 
 def test_case_D06_query_buffers_hold_the_capture_size(device: str) -> None:

@@ -104,6 +104,16 @@ def test_case_I09_uuid_is_equal_in_another_process() -> None:
     assert other.stdout.strip() == VerifyLanes().uuid()
 
 
+def test_with_marks_takes_a_backend_by_its_name() -> None:
+    with install(BindLanes(), VerifyLanes()):
+        compiled = torch.compile(step, backend=with_marks("inductor"), fullgraph=True)
+        assert toys.lanes_of(compiled, torch.rand(3))[1] == [(1, 0), (2, 1)]
+    with pytest.raises(PassError, match=r"with_marks: there is no backend 'indcutor'; torch.compile knows .*inductor"):
+        with_marks("indcutor")
+    with pytest.raises(PassError, match="with_marks: inner must be a backend or the name of one, got 3"):
+        with_marks(3)  # type: ignore[arg-type]
+
+
 def test_bind_pass_turns_caching_off_where_it_does_not_know_the_marks() -> None:
     assert BindLanes().uuid() is None and chain(Counting(), BindLanes()).uuid() is None
     seen: list[Any] = []

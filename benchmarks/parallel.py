@@ -8,6 +8,7 @@ one rank (LIMIT), sums with the sum of all parts (equal), the engine's tokens wi
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ sys.path.insert(0, str(results.ROOT))  # for the toys, which the tests share
 from tests import parallel_toys as toys
 
 SETS, REPLAYS, WIDE, DIM, PAGE, LIMIT = 8, 11, 64 << 20, 512, 64, 1e-2
+BYTES = (4 << 10, 64 << 10, 512 << 10, 4 << 20)
 TOKENS, HEADS, WINDOW, K, RECORDS = (1, 8, 64), 64, 128, 512, 32768
 METHOD = (
     f"CUDA graph of one call for each of {SETS} input sets, us a call over {REPLAYS} replays, rank 0's clock; 256 MB read before each replay, then a small all-reduce, so that ranks "
@@ -44,6 +46,7 @@ class Bench:
     size: int
     device: str
     rows: list[dict[str, Any]] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         small = self.device == "cpu"
@@ -92,25 +95,37 @@ class Bench:
         taken.sort()
         return {f"us_p{p}": round(taken[len(taken) * p // 100], 2) for p in (20, 50, 80)}
 
-    def row(self, op: str, case: str, provider: str, params: dict[str, Any], calls: Sequence[Call], ok: Callable[[Any], bool], **more: Any) -> None:
+    def row(self, op: str, case: str, provider: str, params: dict[str, Any], calls: Sequence[Call], ok: Callable[[Any], bool]) -> None:
         """Every rank judges its own result; one that is wrong anywhere has no time."""
-        wrong = torch.tensor(0.0 if ok(calls[0]()) else 1.0, device=self.device)
-        dist.all_reduce(wrong)
-        right = wrong.item() == 0
-        self.rows.append({"op": op, "case": case, "params": params, "provider": provider, "ok": right, **more, **(self.times(calls) if right else {})})
+        right = not self.anyone(not ok(calls[0]()))
+        self.add({"op": op, "case": case, "params": params, "provider": provider, "ok": right, **(self.times(calls) if right else {})})
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Shown at once: a run that is cut off has said how far it came."""
+        self.rows.append(row)
+        if self.rank == 0:
+            shown = ", ".join(f"{key} {value}" for key, value in row["params"].items() if key in ("bytes", "rows", "tokens", "kv_bytes"))
+            print(f"{time.perf_counter() - self.began:5.1f} s  {row['op']:28} {shown:32} {row['provider']:18} {row.get('us_p50', row.get('skipped', 'WRONG'))!s:>9}", flush=True)
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether it holds on any rank: the same answer on all."""
+        found = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(found)
+        return found.item() > 0
 
     # What is measured
 
-    def messages(self) -> None:
-        for nbytes in (4 << 10, 64 << 10, 512 << 10, 4 << 20):
-            sets = [self.normal(self.size, nbytes // 2).bfloat16() for _ in range(SETS)]  # what every rank sends
-            total = [sum((part.float() for part in s[1:]), s[0].float()).bfloat16() for s in sets]
-            mine = [s[self.rank].clone() for s in sets]
-            params = {"bytes": nbytes, "ranks": self.size}
-            self.row("all_gather", "message", "torch", params, [lambda x=x: parallel._gathered(x, None) for x in mine], lambda got: torch.equal(got, sets[0]))
-            self.row("ordered_sum", "message", "dsv4_ops", params, [lambda x=x: parallel.ordered_sum(x) for x in mine], lambda got: torch.equal(got, total[0]))
-            reduced = [lambda x=x: collectives.wait_tensor(collectives.all_reduce(x, "sum", dist.group.WORLD)) for x in mine]  # type: ignore[misc,arg-type]
-            self.row("all_reduce", "message", "torch", params, reduced, lambda got: bool((got.float() - total[0].float()).norm() <= LIMIT * total[0].float().norm()))
+    def message(self, nbytes: int) -> None:
+        sets = [self.normal(self.size, nbytes // 2).bfloat16() for _ in range(SETS)]  # what every rank sends
+        total = sum((part.float() for part in sets[0][1:]), sets[0][0].float())
+        mine = [s[self.rank].clone() for s in sets]
+        params = {"bytes": nbytes, "ranks": self.size}
+        gathered = [lambda x=x: parallel._gathered(x, None) for x in mine]  # type: ignore[misc]
+        self.row("all_gather", "message", "torch", params, gathered, lambda got: torch.equal(got, sets[0]))
+        summed = [lambda x=x: parallel.ordered_sum(x) for x in mine]  # type: ignore[misc]
+        self.row("ordered_sum", "message", "dsv4_ops", params, summed, lambda got: torch.equal(got, total.bfloat16()))
+        reduced = [lambda x=x: collectives.wait_tensor(collectives.all_reduce(x, "sum", dist.group.WORLD)) for x in mine]  # type: ignore[misc,arg-type]
+        self.row("all_reduce", "message", "torch", params, reduced, lambda got: bool((got.float() - total).norm() <= LIMIT * total.norm()))
 
     def choices(self, rows: int) -> None:
         own = self.rank, self.size
@@ -201,26 +216,28 @@ class Bench:
             tokens = [c.token_ids for c in engine.generate(requests)]
             took = (time.perf_counter() - start) / (engine.stats.steps - before)
             alone = alone or tokens
-            wrong = torch.tensor(0.0 if tokens == alone else 1.0, device=self.device)
-            dist.all_reduce(wrong)
-            ok, params = wrong.item() == 0, {"requests": len(requests), "tokens": sum(map(len, tokens)), "layers": 4, "kv_bytes": engine.stats.kv_bytes}
-            self.rows.append({"op": "engine step", "case": "greedy, random weights, tiny sizes", "params": params, "provider": name, "ok": ok, **({"us_p50": round(took * 1e6, 1)} if ok else {})})
+            ok, params = not self.anyone(tokens != alone), {"requests": len(requests), "tokens": sum(map(len, tokens)), "layers": 4, "kv_bytes": engine.stats.kv_bytes}
+            self.add({"op": "engine step", "case": "greedy, random weights, tiny sizes", "params": params, "provider": name, "ok": ok, **({"us_p50": round(took * 1e6, 1)} if ok else {})})
 
 
-def rank_main(rank: int, size: int, device: str) -> list[dict[str, Any]]:
+def rank_main(rank: int, size: int, device: str, limit_s: float) -> list[dict[str, Any]]:
     torch.set_grad_enabled(False)
     bench = Bench(rank, size, device)
     # By name: the same kernel on any machine that has it, whatever "auto" takes there.
     backend = "triton" if device == "cuda" else "auto"
-    bench.caches()
-    parts: list[tuple[str, Call]] = [("messages", bench.messages)]
-    parts += [(f"indexer, {n} rows", lambda n=n: bench.choices(n)) for n in bench.tokens]  # type: ignore[misc]
-    parts += [(f"attention, {n} tokens", lambda n=n: bench.attention(n, backend)) for n in bench.tokens]  # type: ignore[misc]
-    for name, part in (*parts, ("engine", bench.engines)):
+    parts: list[tuple[str, Call]] = [(f"messages of {n} bytes", functools.partial(bench.message, n)) for n in BYTES]
+    parts += [(f"indexer, {n} rows", functools.partial(bench.choices, n)) for n in bench.tokens]
+    parts += [("engine", bench.engines), ("caches", bench.caches)]
+    parts += [(f"attention, {n} tokens", functools.partial(bench.attention, n, backend)) for n in bench.tokens]
+    for name, part in parts:
+        why = "time limit" if bench.anyone(time.perf_counter() - bench.began > limit_s) else ""
         try:
-            part()
-        except Exception as failure:  # the others are still worth having; where only one rank fails, the group's timeout ends all
-            bench.rows.append({"op": name, "case": "failed", "params": {}, "provider": "", "ok": False, "skipped": f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:300]}"})
+            if not why:
+                part()
+        except Exception as failure:  # the others are still worth having; where one rank alone fails, the group's timeout ends all
+            why = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:300]}"
+        if why:
+            bench.add({"op": name, "case": "not measured", "params": {}, "provider": "", "ok": False, "skipped": why})
     return bench.rows
 
 
@@ -228,19 +245,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.parallel", description=__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=600.0, help="nothing new is begun after so many seconds; what is left out is written as skipped")
     options = parser.parse_args()
     found = torch.cuda.device_count()
     if options.device == "cuda" and found < options.ranks:
         print(f"{options.ranks} CUDA devices are needed, {found} found")
         return 1
     start = time.perf_counter()
-    rows = toys.launch(rank_main, options.ranks, options.device, backend="nccl" if options.device == "cuda" else "gloo", limit_s=600)[0]
+    rows = toys.launch(rank_main, options.ranks, options.device, options.limit_s, backend="nccl" if options.device == "cuda" else "gloo", limit_s=options.limit_s + 120)[0]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if options.device == "cuda" else None
     env = {"ranks": options.ranks, "backend": "nccl" if options.device == "cuda" else "gloo", "nccl": nccl}
     results.write("parallel", env, method=METHOD, wall_s=round(time.perf_counter() - start, 1), rows=rows)
-    for row in rows:
-        shown = ", ".join(f"{key} {value}" for key, value in row["params"].items() if key in ("bytes", "rows", "tokens", "kv_bytes"))
-        print(f"{row['op']:28} {shown:34} {row['provider']:18} {row.get('us_p50', row.get('skipped', 'WRONG'))!s:>9} us")
     return 0 if all(row["ok"] for row in rows) else 1
 
 

@@ -1,7 +1,8 @@
 """Decode over several ranks: the KV context split between them (context parallelism), or the heads (tensor parallelism).
 
-Collectives are those of ``torch.distributed``, in their functional form: ``torch.compile(fullgraph=True)`` traces them, CUDA graphs hold
-them once the group has run one (its communicator must exist before a capture; a warm-up is enough).
+Collectives are those of ``torch.distributed``, in their functional form: ``torch.compile(fullgraph=True)`` traces them, and CUDA graphs hold
+them. A group must have run one before the first capture (``GraphPool.capture`` warms up), captures need ``capture_error_mode="thread_local"``
+(NCCL's own threads call CUDA meanwhile), and graphs are dropped before their group is: ``destroy_process_group`` waits for them.
 
 **Context parallelism.** A page of a split cache holds ``B`` entries (tokens or records) on each rank, so ``B * size`` of a request together.
 Block tables are the same on all ranks. Entry p of a request lies in the page ``table[p // (B * size)]`` of rank ``(p // I) % size`` (I: the

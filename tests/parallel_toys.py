@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ def _rank(rank: int, function: Callable[..., Any], size: int, folder: str, backe
         options["device_id"] = torch.device("cuda", rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=wait_s), **options)
     torch.save(function(rank, size, *arguments), Path(folder) / f"{rank}.pt")
+    # NCCL's destroy waits until no graph holds the group's collectives any more, and pools of graphs are cycles of references.
+    gc.collect()
     if backend == "nccl":
         torch.cuda.synchronize()
     dist.barrier()

@@ -280,6 +280,21 @@ def test_nobody_waits_without_end_for_a_rank_that_fails(how: str, wait_s: float,
     assert time.monotonic() - began < 35
 
 
+def judged_rank(rank: int, size: int) -> list[dict[str, Any]]:
+    from benchmarks.parallel import Bench
+
+    bench = Bench(rank, size, "cpu")
+    bench.row("right", "case", "all", {}, [lambda: 1], lambda got: got == 1)
+    bench.row("wrong on rank 1", "case", "all", {}, [lambda: rank], lambda got: got == 0)
+    return bench.rows
+
+
+def test_the_benchmark_gives_no_time_to_what_is_wrong_on_any_rank() -> None:
+    for right, wrong in launch(judged_rank, 2):
+        assert right["ok"] and right["us_p50"] >= 0
+        assert not wrong["ok"] and "us_p50" not in wrong
+
+
 # --------------------------------------------------------------------------------------------------------- the engine
 
 LENGTHS, STEPS = (300, 5, 129, 64), 8

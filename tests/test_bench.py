@@ -350,7 +350,7 @@ def test_command_prints_a_table_and_writes_results(tmp_path: Path, capsys: pytes
     assert all(row["ok"] for row in facts["rows"])
     assert facts["missing"]["flashmla"].keys() == {"topk", "mtp_context_lens"} and "flashmla (mtp_context_lens, topk): nothing of flashmla" in out
     assert facts["env"]["torch"] == torch.__version__ and facts["env"]["gpu"] == "cpu" and facts["commit"] == machine.commit()
-    assert facts["command"] == "python -m dsv4_ops " + " ".join([*arguments[:3], "--against", "torch,flashmla", "--rows", "1,2", "--columns", "256,8", "--k", "16", "--device", "cpu", "--json", str(file)])
+    assert facts["command"] == "python -m dsv4_ops " + " ".join([*arguments[:3], "--against", "torch,flashmla", "--rows", "1,2", "--columns", "256,8", "--k", "16", "--device", "cpu", "--json", "b.json"])
     assert main(["bench", "--from", str(file)]) == 0
     again = capsys.readouterr().out
     assert again.split("wrote")[0].rstrip() == out.split("wrote")[0].rstrip()

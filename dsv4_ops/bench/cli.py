@@ -183,12 +183,12 @@ def _printer() -> Callable[[dict[str, Any]], None]:
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:
-    """The command line again, for the record."""
+    """The command line again, for the record; files by their names, which is what another machine may know of them."""
     lists = {"--against": options.against, "--rows": options.rows, "--columns": options.columns}
     found = ["bench", *options.ops]
     for name, values in lists.items():
         found += [name, ",".join(map(str, values))] if values else []
     for name in ("k", "device", "json", "plot"):
         value = getattr(options, name)
-        found += [f"--{name}", str(value)] if value is not None else []
+        found += [f"--{name}", value.name if isinstance(value, Path) else str(value)] if value is not None else []
     return found

@@ -320,8 +320,7 @@ def _imported(module: str) -> Any:
 
 
 def _absent(module: str, project: str) -> str:
-    folder = _folder()
-    return f"not installed (no module named {module}: pip install {project})" + ("" if folder is None else f", and PEERS_DIR = {folder} has no stand-in")
+    return f"not installed (no module named {module}: pip install {project})" + ("" if _folder() is None else ", and PEERS_DIR has no stand-in")
 
 
 def first_line(error: BaseException) -> str:

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from dsv4_ops import kv_cache_insert, new_kv_cache, sparse_mla_decode, testing
+from dsv4_ops.bench.timing import ColdReplays, copy_rate, launches
 from dsv4_ops.sparse_decode import SPARSE_MLA_DECODE
 
 from . import results
-from .timing import ColdReplays, copy_rate, launches
 
 DEVICE, PAGE, PAGE_STRIDE, PAGES, DIM = "cuda", 64, 37440, 8192, 512
 TOKENS, HEADS = (1, 6, 8, 16, 32, 64, 128), (64, 128)

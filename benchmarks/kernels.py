@@ -28,10 +28,10 @@ import torch
 from dsv4_ops import testing
 from dsv4_ops.bench.cases import outcome
 from dsv4_ops.bench.run import on_cpu
+from dsv4_ops.bench.timing import Call, ColdReplays, copy_rate, launches
 from dsv4_ops.testing import Op, Sample
 
 from . import results
-from .timing import Call, ColdReplays, copy_rate, launches
 
 FAMILIES = ("kernels_index", "kernels_step")
 CALLS = 64

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from dsv4_ops import STREAM_DRAFT, STREAM_PLAIN, gumbel_sample, rejection_sample, testing
+from dsv4_ops.bench.timing import ColdReplays, copy_rate
 from dsv4_ops.rejection import _torch as rejection_torch
 from dsv4_ops.sampling import _torch as gumbel_torch
 
 from . import results
-from .timing import ColdReplays, copy_rate
 
 WIDTH, DRAFTS, REQUESTS = 129280, 5, (1, 8, 64, 256)
 DEVICE = "cuda"

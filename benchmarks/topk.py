@@ -28,11 +28,11 @@ import torch
 
 import dsv4_ops
 from dsv4_ops import testing
+from dsv4_ops.bench.timing import Call, ColdReplays, copy_rate
 from dsv4_ops.global_indices import _global_torch
 from dsv4_ops.topk import _topk_torch
 
 from . import results, topk_summary
-from .timing import Call, ColdReplays, copy_rate
 
 ROWS = (1, 4, 8, 16, 32, 48, 64, 128, 133, 256)
 COLUMNS = (2048, 8192, 16384, 32768, 65536, 131072, 262144)

@@ -387,7 +387,21 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(tmp_path: Path,
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else real(name, *rest))
     assert main(["bench", "topk", "--device", "cpu", "--plot", str(tmp_path / "a.png")]) == 4
-    assert capsys.readouterr().err == "error: --plot needs matplotlib: pip install 'dsv4_ops[bench]'\n"
+    assert capsys.readouterr().err == "error: --plot needs matplotlib: pip install matplotlib (this package's extra `bench`)\n"
+
+
+def test_what_is_measured_when_it_is_interrupted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = run.Bench.run
+
+    def stops(self: run.Bench, op: Op, sizes: Any) -> None:
+        if op.name == "mtp_context_lens":
+            raise KeyboardInterrupt
+        real(self, op, sizes)
+
+    monkeypatch.setattr(run.Bench, "run", stops)
+    file = tmp_path / "b.json"
+    assert main(["bench", "local_context_lens", "mtp_context_lens", "--device", "cpu", "--rows", "2", "--json", str(file)]) == 130
+    assert [row["op"] for row in json.loads(file.read_text())["rows"]] == ["local_context_lens"] and "interrupted" in capsys.readouterr().err
 
 
 # The picture.

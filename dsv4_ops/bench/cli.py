@@ -39,7 +39,8 @@ examples:
 Packages are used as they are installed; PEERS_DIR may name a folder of stand-ins (dsv4_ops/bench/peers.py says of
 what). COMMIT names the commit where neither the checkout's history nor the build knows it.
 
-exit codes: 0 done, 1 a result of ours is wrong or did not run, 2 the command line is wrong, 4 nothing could be done
+exit codes: 0 done, 1 a result of ours is wrong or did not run, 2 the command line is wrong, 4 nothing could be done,
+130 interrupted (what was measured is shown and written)
 """
 
 
@@ -58,7 +59,7 @@ def add_command(commands: Any) -> None:
     bench.add_argument("--columns", metavar="LIST", type=_sizes, default=(), help=f"columns, for {', '.join(cases.SWEPT)}")
     bench.add_argument("--k", metavar="N", type=_size, help=f"entries taken of a row, for the same ops (default: {cases.TOPK})")
     bench.add_argument("--json", metavar="FILE", type=Path, help="write the results")
-    bench.add_argument("--plot", metavar="FILE", type=Path, help="draw time against size, with the roof; .png, .svg or .pdf (needs matplotlib: pip install 'dsv4_ops[bench]')")
+    bench.add_argument("--plot", metavar="FILE", type=Path, help="draw time against size, with the roof; .png, .svg or .pdf (needs matplotlib, the extra `bench`)")
     bench.add_argument("--from", metavar="FILE", type=Path, dest="source", help="measure nothing: show and draw the results of an earlier --json FILE")
 
 
@@ -133,14 +134,20 @@ def _measured(options: argparse.Namespace, ops: Sequence[Op], sizes: dict[str, l
     command = "python -m dsv4_ops " + shlex.join(_arguments(options))
     bench = Bench(_device(options), options.against, _printer())
     print(report.head_text(report.document(bench, command)), end="", flush=True)
+    stopped = False
     try:
         for op in ops:
             bench.run(op, sizes[op.name])
+    except KeyboardInterrupt:
+        stopped = True
     finally:  # what is measured stays, should a kernel take the context down
         facts = report.document(bench, command)
         if options.json is not None:
             options.json.write_text(machine.text(facts))
     _finish(options, facts)
+    if stopped:
+        print("interrupted: not all that was asked for is measured", file=sys.stderr)
+        return 130
     return 0 if all(row["ok"] for row in facts["rows"] if row["provider"] == "dsv4_ops") else 1
 
 

@@ -19,7 +19,7 @@ OTHERS = ("#c1272d", "#e08214", "#1a9850", "#7b3294", "#8c6d31", "#d6609a", "#4d
 
 def missing() -> str:
     """Why nothing can be drawn here; empty where it can."""
-    return "" if importlib.util.find_spec("matplotlib") is not None else "--plot needs matplotlib: pip install 'dsv4_ops[bench]'"
+    return "" if importlib.util.find_spec("matplotlib") is not None else "--plot needs matplotlib: pip install matplotlib (this package's extra `bench`)"
 
 
 def draw(facts: dict[str, Any], path: Path) -> None:

@@ -280,7 +280,7 @@ def test_columns_of_a_peer_are_judged_by_scores(spoil: Callable[[torch.Tensor], 
     ("flashinfer", "topk", "cuda", "not installed (no module named flashinfer: pip install flashinfer-python)"),
     ("flashmla", "sparse_mla_decode", "cuda", "not installed (no module named flash_mla: pip install FlashMLA, or vllm, which brings it)"),
     ("vllm", "topk", "cpu", "vllm has kernels for GPUs only"),
-    ("flashmla", "topk", "cuda", "nothing of flashmla is known to compute topk (only sparse_mla_decode)"),
+    ("flashmla", "topk", "cuda", "this command knows no function of flashmla for topk (it does for sparse_mla_decode)"),
     ("torch", "swiglu", "cpu", "dsv4_ops runs swiglu by PyTorch here itself"),
 ])  # fmt: skip
 def test_what_is_not_measured_has_a_reason(package: str, op: str, device: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +348,7 @@ def test_command_prints_a_table_and_writes_results(tmp_path: Path, capsys: pytes
         *(("mtp_context_lens", "dsv4_ops", rows, None) for rows in (1, 2)), *(("topk", who, rows, 256) for who in ("dsv4_ops", "torch.topk") for rows in (1, 2)),
     }  # fmt: skip
     assert all(row["ok"] for row in facts["rows"])
-    assert facts["missing"]["flashmla"].keys() == {"topk", "mtp_context_lens"} and "flashmla (mtp_context_lens, topk): nothing of flashmla" in out
+    assert facts["missing"]["flashmla"].keys() == {"topk", "mtp_context_lens"} and "flashmla (mtp_context_lens, topk): this command knows no function of flashmla for it (it does for sparse_mla_decode)" in out
     assert facts["env"]["torch"] == torch.__version__ and facts["env"]["gpu"] == "cpu" and facts["commit"] == machine.commit()
     assert facts["command"] == "python -m dsv4_ops " + " ".join([*arguments[:3], "--against", "torch,flashmla", "--rows", "1,2", "--columns", "256,8", "--k", "16", "--device", "cpu", "--json", "b.json"])
     assert main(["bench", "--from", str(file)]) == 0

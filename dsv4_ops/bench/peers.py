@@ -54,7 +54,7 @@ def providers(package: str, op: Op, device: str) -> list[Provider]:
             raise Missing(f"dsv4_ops runs {op.name} by PyTorch here itself")
     else:
         if op.name not in COVERED[package]:
-            raise Missing(f"nothing of {package} is known to compute {op.name} (only {', '.join(COVERED[package])})")
+            raise Missing(f"this command knows no function of {package} for {op.name} (it does for {', '.join(COVERED[package])})")
         if device != "cuda":
             raise Missing(f"{package} has kernels for GPUs only")
     return list(PACKAGES[package](op))

@@ -44,8 +44,8 @@ def wait_for_inputs():
 
 @functools.cache
 def _launch_options(device: int) -> dict[str, bool]:
-    """Programmatic dependent launch where the GPU has it: just where ``wait_for_inputs`` waits."""
-    return {"launch_pdl": True} if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0) else {}
+    """Programmatic dependent launch, just where ``wait_for_inputs`` waits. ``device`` is the current one."""
+    return {"launch_pdl": True} if tl.target_info.cuda_capability_geq(9, 0) else {}
 
 
 def launch(kernel: Any, programs: int | tuple[int, int], device: torch.device, *args: Any, **constants: Any) -> None:
@@ -53,13 +53,13 @@ def launch(kernel: Any, programs: int | tuple[int, int], device: torch.device, *
     grid = (programs,) if isinstance(programs, int) else programs
     if 0 in grid:
         return
-    if device.type == "cuda":
-        constants |= _launch_options(device.index)
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda":
         kernel[grid](*args, **constants)
+    elif device.index == torch.cuda.current_device():
+        kernel[grid](*args, **constants, **_launch_options(device.index))
     else:
         with torch.cuda.device(device):
-            kernel[grid](*args, **constants)
+            launch(kernel, programs, device, *args, **constants)
 
 
 def tile(width: int, elements: int, widest: int = 1024) -> tuple[int, int, int]:

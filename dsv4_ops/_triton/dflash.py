@@ -63,6 +63,15 @@ def _slots(table_ptr, row_stride, blocks, request, position, ok, rank, SIZE: tl.
 
 
 @triton.jit
+def _slots_of_groups(tables, row_strides, blocks, request, position, ok, rank, SIZES: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """``_slots`` in each group: all loads are under way before the first result is stored."""
+    found = ()
+    for g in tl.static_range(len(SIZES)):
+        found += (_slots(tables[g], row_strides[g], blocks[g], request, position, ok, rank, SIZES[g], RANKS[g], INTERLEAVE),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
 def _request(request, here, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride, num_rejected_ptr, num_rejected_stride, states):
     """What is loaded of a request by its number alone: the next request's start, rejected tokens, state, and whether there is one."""
     following = tl.load(starts_ptr + (request + 1) * starts_stride, mask=here, other=0)
@@ -122,13 +131,14 @@ def _query_rows(
     position = first + offset
     inside = live & (position < max_model_len)
 
+    slots = _slots_of_groups(tables, table_strides, table_blocks, request, position, inside, cp_rank, SIZES, RANKS, INTERLEAVE)
+
     stored = row < max_tokens
     tl.store(input_ids_ptr + row, tl.where(live, tl.where(offset == 0, anchor, mask_token_id), 0), mask=stored)
     tl.store(out_positions_ptr + row, tl.where(live, tl.minimum(position, max_model_len - 1), 0), mask=stored)
     tl.store(is_padding_ptr + row, live == 0, mask=stored)
     for g in tl.static_range(len(SIZES)):
-        slots = _slots(tables[g], table_strides[g], table_blocks[g], request, position, inside, cp_rank, SIZES[g], RANKS[g], INTERLEAVE)
-        tl.store(query_slots_ptr + (FIRST_GROUP + g) * max_tokens.to(tl.int64) + row, slots, mask=stored)
+        tl.store(query_slots_ptr + (FIRST_GROUP + g) * max_tokens.to(tl.int64) + row, slots[g], mask=stored)
 
     sample = offset - (QUERIES - SAMPLES)
     place = request * SAMPLES + sample
@@ -177,12 +187,13 @@ def _context_rows(
     end = tl.load(starts_ptr + (owner + 1).to(tl.int64) * starts_stride, mask=owned, other=0)
     state = tl.load(idx_mapping_ptr + owner.to(tl.int64) * idx_mapping_stride, mask=owned, other=-1)
     rejected = tl.load(num_rejected_ptr + owner.to(tl.int64) * num_rejected_stride, mask=owned, other=0).to(tl.int64)
-    keep = owned & (state >= 0) & (state < states) & (token < tl.minimum(end, tokens) - tl.maximum(rejected, 0))
-    keep &= (position >= 0) & (position < max_model_len)
+    # Slots of tokens that are not kept are looked up too: waiting for what tells them apart would be a step more.
+    inside = owned & (position >= 0) & (position < max_model_len)
+    slots = _slots_of_groups(tables, table_strides, table_blocks, owner, position, inside, cp_rank, SIZES, RANKS, INTERLEAVE)
+    keep = inside & (state >= 0) & (state < states) & (token < tl.minimum(end, tokens) - tl.maximum(rejected, 0))
     tl.store(context_positions_ptr + token, tl.where(keep, position, 0), mask=stored)
     for g in tl.static_range(len(SIZES)):
-        slots = _slots(tables[g], table_strides[g], table_blocks[g], owner, position, keep, cp_rank, SIZES[g], RANKS[g], INTERLEAVE)
-        tl.store(context_slots_ptr + (FIRST_GROUP + g) * tokens.to(tl.int64) + token, slots, mask=stored)
+        tl.store(context_slots_ptr + (FIRST_GROUP + g) * tokens.to(tl.int64) + token, tl.where(keep, slots[g], -1), mask=stored)
 
 
 @triton.jit
@@ -190,7 +201,7 @@ def _window_rows(
     request, swa_indices_ptr, swa_lens_ptr, positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride,
     num_rejected_ptr, num_rejected_stride, draft_start_ptr, draft_start_stride, tables, table_strides, table_blocks,
     tokens, requests, states, max_tokens, max_model_len,
-    QUERIES: tl.constexpr, SIZES: tl.constexpr, FIRST_GROUP: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    QUERIES: tl.constexpr, SIZES: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr, FIRST_GROUP: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     PLACES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     request = request.to(tl.int64)
@@ -208,9 +219,9 @@ def _window_rows(
     column = tl.arange(0, COLUMNS)
     position = first + column
     listed = (column < length) & (position < max_model_len)
+    found = _slots_of_groups(tables, table_strides, table_blocks, request + tl.zeros_like(position), position, listed, 0, SIZES, RANKS, INTERLEAVE)
     for g in tl.static_range(len(SIZES)):
-        slots = _slots(tables[g], table_strides[g], table_blocks[g], request + tl.zeros_like(position), position, listed, 0, SIZES[g], 1, 1)
-        slots = tl.where(slots <= 2147483647, slots, -1).to(tl.int32)
+        slots = tl.where(found[g] <= 2147483647, found[g], -1).to(tl.int32)
         for j in tl.static_range(QUERIES):
             row = request * QUERIES + j
             place = swa_indices_ptr + ((FIRST_GROUP + g) * max_tokens.to(tl.int64) + row) * WIDTH + column
@@ -263,7 +274,7 @@ def draft_inputs_kernel(
         _window_rows(
             program - row_programs, swa_indices_ptr, swa_lens_ptr, positions_ptr, positions_stride, starts_ptr, starts_stride, idx_mapping_ptr, idx_mapping_stride,
             num_rejected_ptr, num_rejected_stride, draft_start_ptr, draft_start_stride, tables, table_strides, table_blocks,
-            tokens, requests, states, max_tokens, max_model_len, QUERIES, SIZES, FIRST_GROUP, WINDOW, WIDTH, COLUMNS, PLACES, CHUNK,
+            tokens, requests, states, max_tokens, max_model_len, QUERIES, SIZES, RANKS, INTERLEAVE, FIRST_GROUP, WINDOW, WIDTH, COLUMNS, PLACES, CHUNK,
         )  # fmt: skip
 
 

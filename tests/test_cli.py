@@ -510,37 +510,33 @@ def test_close_rows_pass_and_are_counted(model: Path, requests: Path, engines: d
 # The small checkpoint.
 
 
-def test_default_model_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    from dsv4_ops.engine import tiny
-
-    made: list[Path] = []
-
-    def make_tiny(directory: Path, seed: int = 0) -> Any:
-        made.append(Path(directory))
-        (Path(directory) / "config.json").write_text("{}")
-        if len(made) == 1:
-            raise KeyboardInterrupt
-        return SimpleNamespace(seconds=0.1)
-
-    monkeypatch.setattr(tiny, "make_tiny", make_tiny)
+def test_default_model_is_shipped_and_old_caches_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "dsv4_ops"
+    for name in ("tiny-0-0123456789ab", "tiny-0-0123456789abx1y2", "tiny-0-mine", "wheels"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "config.json").write_text("{}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(KeyboardInterrupt):
-        runner.default_model()
-    assert list((tmp_path / "dsv4_ops").iterdir()) == [], "an interrupted one leaves nothing"
     path = runner.default_model()
-    assert (path / "config.json").is_file() and path.parent == tmp_path / "dsv4_ops"
-    assert runner.default_model() == path and len(made) == 2
-    assert list((tmp_path / "dsv4_ops").iterdir()) == [path]
-    assert str(path) in capsys.readouterr().err
+    assert (path / "config.json").is_file() and path.is_relative_to(Path(runner.__file__).parent)
+    assert sorted(p.name for p in cache.iterdir()) == ["tiny-0-mine", "wheels"], "only what this command made"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "absent"))
+    assert runner.default_model() == path
 
 
-def test_default_model_without_a_place_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert main(["run", str(requests)]) == 4
-    assert "Set XDG_CACHE_HOME, or give --model" in capsys.readouterr().err
+def test_sizes_follow_the_requests_and_long_waits_say_something(model: Path, requests: Path, engines: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 100_000}
+    (model / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(runner, "QUIET_SECONDS", 0.0)
+    assert main(["run", str(requests), "--model", str(model), "--verify"]) == 0
+    assert [e.config.max_model_len for e in engines["made"]] == [256]
+    captured = capsys.readouterr()
+    assert "plain: 1 of 3 requests\n" in captured.err and "verify plain: 3 of 3 requests\n" in captured.err and "of 3" not in captured.out
+    assert "tokens/s, padded" in captured.out
+    requests.write_text(json.dumps({"prompt": "x" * 500, "max_tokens": 20}) + "\n" + json.dumps({"prompt": "x" * runner.MAX_MODEL_LEN}))
+    assert main(["run", str(requests), "--model", str(model)]) == 3
+    assert engines["made"][-1].config.max_model_len == 768
+    captured = capsys.readouterr()
+    assert "model's length of 4352" in captured.err and "padded" not in captured.out
 
 
 def test_make_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

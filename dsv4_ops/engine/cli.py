@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from ..errors import Dsv4OpsError, RequestError
-from .runner import DONE, MODES, NOTHING_DONE, VERIFY_TOKENS, Interrupted, Run, quiet_transformers
+from .runner import DONE, MAX_MODEL_LEN, MODES, NOTHING_DONE, VERIFY_TOKENS, Interrupted, Run, quiet_transformers
 
 __all__ = ["add_commands", "main"]
 
@@ -27,20 +27,20 @@ def add_commands(commands: Any, exit_codes: str) -> None:
         description=(
             "Serve the requests of a JSONL file: one object a line with prompt, and optionally max_tokens,\n"
             "temperature, seed and id. A bad line is reported and the others are served.\n\n"
-            "Without --model, a small checkpoint made from a seed is used; it is kept in\n"
-            "$XDG_CACHE_HOME/dsv4_ops (~/.cache/dsv4_ops)."
+            "Without --model, a small trained checkpoint is served, which comes with this package:\n"
+            "it continues Python's documentation strings."
         ),
         epilog=exit_codes,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("requests", metavar="REQUESTS.jsonl", type=Path)
-    run.add_argument("--model", metavar="DIR", type=Path, help="checkpoint folder with its drafters (default: a small one, made on first use)")
+    run.add_argument("--model", metavar="DIR", type=Path, help="checkpoint folder with its drafters (default: the small one of this package)")
     run.add_argument("--mode", choices=(*MODES, "all"), default="plain", help="how to decode (default: plain)")
     run.add_argument(
         "--verify",
         action="store_true",
         help="check that greedy tokens are those of plain decode of each request alone, and that sampled tokens do not depend on the batch; "
-        "pads every step to one size, so it is slower",
+        "pads every step to one size, so that its tokens/s are not those of serving",
     )
     run.add_argument("--compile", action="store_true", help="torch.compile the model and the drafter")
     run.add_argument("--fused", action="store_true", help="target, sampling and drafter as one step: one program with --compile, one CUDA graph on a GPU")
@@ -54,7 +54,7 @@ def add_commands(commands: Any, exit_codes: str) -> None:
     run.add_argument("--kv-dtype", choices=KV_DTYPES, default="float32", help="KV cache (default: float32)")
     run.add_argument("--max-seqs", metavar="N", type=_positive, default=8, help="requests decoded together (default: 8)")
     run.add_argument("--max-batched-tokens", metavar="N", type=_positive, help=f"tokens a step (default: 256; with --verify {VERIFY_TOKENS})")
-    run.add_argument("--max-model-len", metavar="N", type=_positive, help="longest prompt and answer together (default: what the model and 4352 allow)")
+    run.add_argument("--max-model-len", metavar="N", type=_positive, help=f"longest prompt and answer together (default: what the requests need, at most {MAX_MODEL_LEN})")
     run.add_argument("--draft-tokens", metavar="N", type=_positive, help="draft tokens a step (default: 3 for mtp, what a block drafter was made for)")
 
     tiny = commands.add_parser("make-tiny", help="write a small checkpoint with drafters", description="Write a small checkpoint with its drafters, in the published format.")

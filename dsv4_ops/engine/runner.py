@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from .._version import __version__
 from ..errors import RequestError
 from .requests import Completion, Request, ResultWriter, Source, read_requests, result_record
 from .tokenizer import load_tokenizer
@@ -31,6 +29,10 @@ __all__ = ["Interrupted", "ModeSummary", "Run", "default_model", "make_engine", 
 
 MODES = ("plain", "mtp", "dspark", "dflash")
 DONE, CHECK_FAILED, REFUSED, NOTHING_DONE = 0, 1, 3, 4
+MAX_MODEL_LEN = 4352
+"""Longest prompt and answer together, unless ``--max-model-len`` says otherwise. Sizes follow the longest that is asked for."""
+QUIET_SECONDS = 5.0
+"""How long a command may say nothing while it has something to say."""
 VERIFY_TOKENS = 40
 """Tokens a step that ``--verify`` pads every step to, unless ``--max-batched-tokens`` says otherwise: large enough for eight
 requests with four draft tokens each, small because decoding one request alone pays for the padding."""
@@ -44,34 +46,16 @@ class Interrupted(BaseException):
 
 
 def default_model() -> Path:
-    """The small checkpoint, made when it is not there yet. A half-made one is never seen: it gets its name when it is complete."""
+    """The trained checkpoint that is shipped (``data/trained/README.md`` says how it was made)."""
+    _forget_old_checkpoints()
+    return Path(__file__).with_name("data") / "trained"
+
+
+def _forget_old_checkpoints() -> None:
+    """Remove the constructed ones that this command kept in the user's cache before it had a trained one to ship: 19 MB for each version."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4_ops"
-    path = cache / f"tiny-0-{_tiny_digest()}"
-    if (path / "config.json").is_file():
-        return path
-    from .tiny import make_tiny
-
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=path.name, dir=cache))
-        try:
-            report = make_tiny(part, seed=0)
-            with contextlib.suppress(OSError):  # another process was first: its copy is the same
-                part.rename(path)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-    except OSError as error:
-        raise RequestError(f"{cache}: the small checkpoint cannot be kept there: {error.strerror or error}. Set XDG_CACHE_HOME, or give --model.") from None
-    print(f"made a small checkpoint in {report.seconds:.1f} s: {path}", file=sys.stderr)
-    return path
-
-
-def _tiny_digest() -> str:
-    """Names the code that makes the checkpoint, so that a newer version makes its own."""
-    import hashlib
-
-    parts = [Path(__file__).with_name(name).read_bytes() for name in ("tiny.py", "tokenizer.py", "drafters.py")]
-    return hashlib.sha256(b"".join(parts) + __version__.encode()).hexdigest()[:12]
+    for path in cache.glob("tiny-0-" + "[0-9a-f]" * 12 + "*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass
@@ -95,9 +79,9 @@ class ModeSummary:
         return sum(n * count for n, count in self.accepted.items()) / max(1, sum(self.accepted.values()))
 
 
-def summary_table(summaries: Sequence[ModeSummary]) -> str:
-    """One line a mode."""
-    head = ("mode", "requests", "tokens", "seconds", "tokens/s", "steps", "mean accepted", "accepted lengths", "lanes", "workspace", "KV cache", "preempted")
+def summary_table(summaries: Sequence[ModeSummary], padded: bool = False) -> str:
+    """One line a mode. ``padded``: all steps were padded to one size, which is no speed to compare with."""
+    head = ("mode", "requests", "tokens", "seconds", "tokens/s, padded" if padded else "tokens/s", "steps", "mean accepted", "accepted lengths", "lanes", "workspace", "KV cache", "preempted")
     rows = [
         (
             s.mode, str(s.requests), str(s.tokens), f"{s.seconds:.2f}", f"{s.tokens / s.seconds:.1f}" if s.seconds else "-", str(s.steps), f"{s.mean_accepted:.2f}",
@@ -142,12 +126,15 @@ class Run:
             self.model = options.model or default_model()
             limits = _model_limits(self.model)
             self.tokenizer = load_tokenizer(self.model)
-            self.max_model_len = min(options.max_model_len or 4352, limits["max_position_embeddings"])
+            self.max_model_len = min(options.max_model_len or MAX_MODEL_LEN, limits["max_position_embeddings"])
             self.file = read_requests(options.requests, self.tokenizer, max_model_len=self.max_model_len, max_tokens=options.max_tokens, vocab_size=limits["vocab_size"])
             for problem in self.file.problems:
                 print(f"refused: {problem}", file=sys.stderr)
             if not self.file.requests:
                 raise RequestError(f"{options.requests}: {'no request in it can be served' if self.file.problems else 'holds no requests: one JSON object a line'}.")
+            if options.max_model_len is None:  # block tables, and what the indexer scores, are as wide as this
+                longest = max(len(request.prompt_ids) + request.max_tokens for request in self.file.requests)
+                self.max_model_len = min(self.max_model_len, -(-longest // 256) * 256)
             todo = {mode: self._missing(mode, writer) for mode in self.modes}
             try:
                 with self._threads(limits["hidden_size"]):
@@ -296,7 +283,7 @@ class Run:
 
     def _conclude(self) -> int:
         if self.summaries:
-            print(summary_table(self.summaries), file=self.out)
+            print(summary_table(self.summaries, padded=self.options.verify), file=self.out)
         different = [f for f in self.findings if not f.close]
         if self.options.verify:
             for finding in self.findings:
@@ -375,11 +362,20 @@ def quiet_transformers() -> None:
 
 @contextlib.contextmanager
 def _progress(label: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    """A bar on a terminal; elsewhere a line when some seconds have passed since the last one."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm  # type: ignore[import-untyped]
 
-    with tqdm(total=total, desc=label, unit=unit, file=sys.stderr, leave=False) as bar:
-        yield lambda: bar.update() and None
+        with tqdm(total=total, desc=label, unit=unit, file=sys.stderr, leave=False) as bar:
+            yield lambda: bar.update() and None
+        return
+    done, said = 0, time.monotonic()
+
+    def advance() -> None:
+        nonlocal done, said
+        done += 1
+        if time.monotonic() - said >= QUIET_SECONDS:
+            print(f"{label.strip()}: {done} of {total} {unit}s", file=sys.stderr, flush=True)
+            said = time.monotonic()
+
+    yield advance

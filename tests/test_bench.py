@@ -69,18 +69,24 @@ def provider(call: Callable[[Sample], Any], name: str = "peer", right: peers.Jud
 
 def test_a_wrong_result_has_no_time_before_or_after() -> None:
     calls: list[int] = []
+    wakes_calls: list[int] = []
 
     def tires(s: Sample) -> torch.Tensor:
         calls.append(0)
         return OPS["mtp_context_lens"].reference(*s.args, **s.kwargs) + (len(calls) > 1)
 
+    def wakes(s: Sample) -> torch.Tensor:
+        wakes_calls.append(0)
+        return OPS["mtp_context_lens"].reference(*s.args, **s.kwargs) + (len(wakes_calls) == 1)
+
     wrong = provider(lambda s: OPS["mtp_context_lens"].reference(*s.args, **s.kwargs) + 1, "wrong")
     raises = provider(lambda s: [][0], "raises")
     refuses = provider(tires, "refuses", unable=lambda s: "it takes 5 rows")
-    rows = {row["provider"]: row for row in bench("mtp_context_lens", wrong, provider(tires, "tires"), raises, refuses).rows}
+    rows = {row["provider"]: row for row in bench("mtp_context_lens", wrong, provider(tires, "tires"), provider(wakes, "wakes"), raises, refuses).rows}
     assert rows["dsv4_ops"]["ok"]
-    assert not set(TIMES) & {key for name in ("wrong", "tires", "raises", "refuses") for key in rows[name]}
-    assert "output 0" in rows["wrong"]["wrong"] and "output 0" in rows["tires"]["wrong"]
+    assert not set(TIMES) & {key for name in ("wrong", "tires", "wakes", "raises", "refuses") for key in rows[name]}
+    assert all("output 0" in rows[name]["wrong"] for name in ("wrong", "tires", "wakes"))
+    assert len(wakes_calls) == 1, "a wrong result is not timed"
     assert rows["raises"]["skipped"] == "IndexError: list index out of range" and rows["refuses"]["skipped"] == "it takes 5 rows"
 
 
@@ -88,6 +94,18 @@ def test_what_an_op_mutates_is_judged_and_belongs_to_one_provider() -> None:
     lazy = provider(lambda s: None, "does nothing")
     ours, other = bench("kv_cache_insert", lazy).rows
     assert ours["ok"] and "wrong" in other, "the pages that ours has written must not be what another is judged by"
+
+
+def test_samples_run_on_poisoned_memory() -> None:
+    op = copy.copy(OPS["mtp_context_lens"])
+
+    def path(*args: Any, **kwargs: Any) -> torch.Tensor:
+        assert bool((torch.empty(64, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()), "what is not written would look right by chance"
+        result: torch.Tensor = op.reference(*args, **kwargs)
+        return result
+
+    op.backends, op.torch_impl = {"cpu": "c++"}, path
+    assert run.faults(op, "cpu") == {}
 
 
 @pytest.fixture
@@ -275,6 +293,25 @@ def test_columns_of_a_peer_are_judged_by_scores(spoil: Callable[[torch.Tensor], 
         peers._same_scores(sample, (spoil(expected[0]),), expected)
 
 
+def test_tied_scores_and_minus_infinity_do_not_hide_a_wrong_column() -> None:
+    logits = torch.full((1, 8), 1.0)
+    logits[0, 4:] = -torch.inf
+    sample = Sample("", (logits, torch.tensor([8], dtype=torch.int32), 6))
+    right = torch.tensor([[0, 1, 2, 3, 4, 5]], dtype=torch.int32)
+    peers._same_scores(sample, (torch.tensor([[0, 1, 2, 3, 7, 6]], dtype=torch.int32),), (right,))
+    with pytest.raises(AssertionError, match="a column is listed twice"):
+        peers._same_scores(sample, (torch.tensor([[0, 1, 2, 2, 4, 5]], dtype=torch.int32),), (right,))
+    with pytest.raises(AssertionError, match="too few or too many"):
+        peers._same_scores(sample, (torch.tensor([[0, 1, 2, 3, 4, -1]], dtype=torch.int32),), (right,))
+
+
+def test_slots_of_a_peer_are_those_of_the_right_pages() -> None:
+    sample, expected = topk_sample(op="topk_slots")
+    peers._same_slots(sample, (expected[0].flip(1),), expected)
+    with pytest.raises(AssertionError):
+        peers._same_slots(sample, (expected[0] + 1,), expected)
+
+
 @pytest.mark.parametrize(("package", "op", "device", "reason"), [
     ("vllm", "topk", "cuda", "not installed (no module named vllm: pip install vllm)"),
     ("flashinfer", "topk", "cuda", "not installed (no module named flashinfer: pip install flashinfer-python)"),
@@ -330,8 +367,8 @@ def test_host_timer_runs_every_call_and_gives_the_last_result() -> None:
         seen.append(i)
         return torch.tensor(i)
 
-    times, last = timing.HostCalls().measure([lambda i=i: call(i) for i in range(7)])  # type: ignore[misc]
-    assert set(seen) == set(range(7)) and seen.count(3) >= 1 and [int(t) for t in last] == [6]
+    times, last = timing.HostCalls().measure([lambda i=i: call(i) for i in range(150)])  # type: ignore[misc]
+    assert set(seen) == set(range(150)) and [int(t) for t in last] == [149]
     assert 0 < times["us_p20"] <= times["us_p50"] <= times["us_p80"]
 
 

@@ -62,7 +62,6 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     apply_rotary_pos_emb,
 )
 
-from .._slots import safe_requests, slots_at
 from ..errors import ArgumentError, UnsupportedError
 from ..kv_cache import kv_cache_insert
 from ..sampling import STREAM_DRAFT, gumbel_sample
@@ -254,7 +253,8 @@ class MTPDrafter(Drafter):
 
         def rows(positions: torch.Tensor, requests: torch.Tensor, valid: torch.Tensor) -> DraftRows:
             indices, lens = causal_swa_indices(positions, requests, valid, table, block_size=block_size, window=self.window, width=self.width)
-            return DraftRows(caches, _slots(table, requests, positions, valid, block_size), indices, lens)
+            own = indices.gather(1, (lens - 1).clamp(min=0).to(torch.int64)[:, None])[:, 0]  # a row ends with its own slot; it is -1 where it has none
+            return DraftRows(caches, own.to(torch.int64), indices, lens)
 
         streams = self(inputs.input_ids, inputs.positions, inputs.streams, rows(inputs.positions, inputs.token_to_req_indices, inputs.is_valid_token))
         streams, positions = streams[inputs.last_index], inputs.positions[inputs.last_index]
@@ -352,12 +352,6 @@ def next_token_ids(input_ids: torch.Tensor, last_index: torch.Tensor, anchors: t
     shifted = torch.cat([input_ids[1:].to(torch.int64), input_ids.new_zeros(2, dtype=torch.int64)])
     # Requests of no interest write to the spare last element.
     return shifted.scatter(0, torch.where(is_valid_req, last_index, tokens), anchors.to(torch.int64))[:tokens]
-
-
-def _slots(block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Slot of each position, int64; -1 for rows that are not valid and blocks that are null or past the table."""
-    rows, listed = safe_requests(requests, valid & (positions >= 0), block_table.shape[0])
-    return slots_at(block_table, rows, positions[:, None], listed[:, None], block_size)[:, 0].to(torch.int64)
 
 
 def _sample(logits: torch.Tensor, mapping: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

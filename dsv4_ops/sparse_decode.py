@@ -31,8 +31,8 @@ batch or on other rows. The PyTorch implementation keeps this by multiplying gro
 one padded), in column blocks of a fixed width: every matrix product has the same shape, whatever the batch.
 
 Graph-safe: yes (on a device nothing is read on the host; on a CPU column blocks past every row of a group are skipped, which
-changes no bit). The Triton kernel (``_triton/sparse_decode.py``) takes scratch from the workspace; it serves no calls until a GPU
-has run its tests (``triton_serves``). Replaces the sparse decode kernels of attention back ends where none is installed.
+changes no bit). The Triton kernels (``_triton/sparse_decode.py``) take scratch from the workspace. Replaces the sparse decode kernels of
+attention back ends where none is installed.
 """
 
 from __future__ import annotations
@@ -416,5 +416,5 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 
 SPARSE_MLA_DECODE.implement(
-    check=_check, reference=_reference, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs, torch_impl=_torch, triton=_triton, triton_serves=False, cpp=("cpu",)
+    check=_check, reference=_reference, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs, torch_impl=_torch, triton=_triton, cpp=("cpu",)
 )  # fmt: skip

@@ -493,7 +493,7 @@ def programs_of(capability: int) -> list[Any]:
 
     shape, found = kernels.shape_of_programs, []
     try:
-        kernels.shape_of_programs = lambda device: kernels.HOPPER if capability == 90 else kernels.OTHERS
+        kernels.shape_of_programs = lambda device, width: shape(device, width) if capability == 90 else kernels.OTHERS  # no GPU here: Hopper's
         for widths in ((128, 512), (128, 0)):
             with launches() as seen:
                 launched(*batch(1, 64, widths, torch.uint8, torch.bfloat16, "cpu"), scale=0.05)
@@ -519,7 +519,8 @@ def test_splits_follow_from_widths_alone(interpreter: Interpreter) -> None:
 def check_splits() -> None:
     from dsv4_ops._triton import sparse_decode as kernels
 
-    assert kernels.split_keys(128, 512, 64) == (1, 2, 8) and kernels.split_keys(128, 0, 64) == (2, 1, 0)
+    assert kernels.split_keys(128, 512, 64) == (1, 2, 8) and kernels.split_keys(192, 0, 32) == (1, 6, 0) and kernels.split_keys(0, 0, 64) == (1, 0, 0)
+    assert [kernels.shape_of_programs(torch.device("cpu"), width)[1] for width in (0, 128, 256, 257, 640)] == [32, 32, 32, 64, 64]
     for swa in (0, 1, 64, 65, 128, 192, 256, 4096, 100000):
         for extra in (0, 1, 128, 512, 2048, 99999):
             for keys in (16, 32, 64):

@@ -26,8 +26,7 @@ def served(tokens: int, heads: int, widths: tuple[int, int], seed: int = 0) -> l
 
 
 def test_who_serves_cuda_calls() -> None:
-    """Triton, once ``triton_serves`` says so; the tests here call its launcher or the op, which then is the PyTorch path."""
-    assert SPARSE_MLA_DECODE.backends["cuda"] == ("triton" if SPARSE_MLA_DECODE.triton_serves else "torch")
+    assert SPARSE_MLA_DECODE.backends["cuda"] == "triton"
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -3,8 +3,9 @@
 Keys are the second operand of both products (``Q [heads, 512] @ K^T`` and ``P [heads, keys] @ K``), so that one tile of decoded keys in shared
 memory serves both. A row of 512 is four parts whose widths are powers of two: 256 + 128 + 64 columns of codes and 64 of bf16.
 
-How keys are split follows from widths, heads and dtypes alone. Many tokens are run in slices that share one scratch buffer: a program
-does the same whatever the slice, so a row keeps its bits. Products are bf16 with fp32 sums; as soon as q or a cache is fp32, all are fp32.
+How keys are split follows from widths and dtypes alone: finely, for few tokens, whose time is that of one program and of the combination,
+which costs many tokens dearly. Many tokens are run in slices that share one scratch buffer: a program does the same whatever the
+slice, so a row keeps its bits. Products are bf16 with fp32 sums; as soon as q or a cache is fp32, all are fp32.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from ..kv_cache import GROUP, HEAD_DIM, NOPE_DIM, ROW_BYTES, SCALE_BYTES
 from ..workspace import workspace_manager
 from .launching import compile_once, launch, wait_for_inputs
 
-HOPPER = (64, 64, 8)
-OTHERS = (16, 32, 8)
-EXACT = (16, 16, 4)
-"""Heads of a block, keys of a tile, warps of a program. Smaller where an operand of a product stands in registers: but for Hopper
-(Triton 3.6 makes of the large tile a kernel that traps on sm_100, and more than sm_120 has shared memory), and for fp32 products."""
+HOPPER = (64, 64, 8, True)
+HOPPER_SHORT = (64, 32, 8, True)
+OTHERS = (16, 32, 8, False)
+EXACT = (16, 16, 4, False)
+"""Heads of a block, keys of a tile, warps of a program, and whether an instruction decodes e4m3. Blocks are smaller where an operand of a
+product stands in registers: but for Hopper (Triton 3.6 makes of the large one a kernel that traps on sm_100, and more than sm_120 has
+shared memory), and for fp32 products."""
+SHORT = 256
+"""Columns of both segments up to which rows are split finer on Hopper. On an H200 a program takes about 8 us for 32 keys and 10 us for 64, most of it
+the same for any number of keys; more programs pay while those of a few tokens run at once, and what they store for the combination is small."""
 COMBINE_WARPS = 4
 MAX_SPLITS = 16
-ONE_LAUNCH_TILES = 2
-"""Tiles of a call without a second segment that one program works through, rather than have a second launch combine them."""
 SCRATCH_BYTES = 64 << 20
 
 _HEAD_DIM = tl.constexpr(HEAD_DIM)
@@ -62,13 +66,16 @@ def _product(a, b, sums):
 
 
 @triton.jit
-def _decode(code, exponent, KEYS: tl.constexpr, WIDTH: tl.constexpr):
+def _decode(code, exponent, KEYS: tl.constexpr, WIDTH: tl.constexpr, CONVERTS: tl.constexpr):
     """fp32 values of e4m3 codes ``[KEYS, WIDTH]`` with UE8M0 exponents ``[KEYS, WIDTH // 64]`` (int32)."""
+    scale = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23)).to(tl.float32, bitcast=True)
+    if CONVERTS:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
+        return tl.reshape(tl.reshape(value, [KEYS, WIDTH // _GROUP, _GROUP]) * scale[:, :, None], [KEYS, WIDTH])
     code = code.to(tl.int32)
     magnitude = code & 0x7F
     # Exponent and mantissa moved to their places in fp32 mean 2**-120 of the value, also below 2**-6, where both formats are subnormal.
     value = (magnitude << 20).to(tl.float32, bitcast=True) * 2.0**120
-    scale = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23)).to(tl.float32, bitcast=True)
     value = tl.reshape(tl.reshape(value, [KEYS, WIDTH // _GROUP, _GROUP]) * scale[:, :, None], [KEYS, WIDTH])
     bits = value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)
     return tl.where(magnitude == 0x7F, 0x7FC00000, bits).to(tl.float32, bitcast=True)
@@ -102,9 +109,9 @@ def _load_part(cache_ptr, page, offset, valid, FIRST: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def _keys(part, exponent, PRODUCTS: tl.constexpr):
+def _keys(part, exponent, PRODUCTS: tl.constexpr, CONVERTS: tl.constexpr):
     if part.dtype == tl.uint8:
-        part = _decode(part, exponent.to(tl.int32), part.shape[0], part.shape[1])
+        part = _decode(part, exponent.to(tl.int32), part.shape[0], part.shape[1], CONVERTS)
     return part.to(PRODUCTS)
 
 
@@ -116,7 +123,7 @@ def _load_query(row, live, FIRST: tl.constexpr, WIDTH: tl.constexpr, ALIGNMENT: 
 
 @triton.jit
 def _tile(top, total, o0, o1, o2, o3, q_row, live, cache_ptr, page_stride, slots_end, slot, here, scale,
-          BLOCK_SIZE: tl.constexpr, ALIGNMENT: tl.constexpr, Q_ALIGNMENT: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
+          BLOCK_SIZE: tl.constexpr, ALIGNMENT: tl.constexpr, Q_ALIGNMENT: tl.constexpr, PRODUCTS: tl.constexpr, CONVERTS: tl.constexpr):  # fmt: skip
     """What ``_attend`` keeps, after the keys in ``slot``. All loads are under way before any result is needed, those of the cache first."""
     slot = slot.to(tl.int64)
     valid = here & (slot >= 0) & (slot < slots_end)
@@ -130,7 +137,7 @@ def _tile(top, total, o0, o1, o2, o3, q_row, live, cache_ptr, page_stride, slots
     q1 = _load_query(q_row, live, 256, 128, Q_ALIGNMENT, PRODUCTS)
     q2 = _load_query(q_row, live, 384, 64, Q_ALIGNMENT, PRODUCTS)
     q3 = _load_query(q_row, live, 448, 64, Q_ALIGNMENT, PRODUCTS)
-    k0, k1, k2, k3 = _keys(k0, e0, PRODUCTS), _keys(k1, e1, PRODUCTS), _keys(k2, e2, PRODUCTS), _keys(k3, e3, PRODUCTS)
+    k0, k1, k2, k3 = _keys(k0, e0, PRODUCTS, CONVERTS), _keys(k1, e1, PRODUCTS, CONVERTS), _keys(k2, e2, PRODUCTS, CONVERTS), _keys(k3, e3, PRODUCTS, CONVERTS)
     logits = _product(q0, tl.trans(k0), tl.zeros([live.shape[0], slot.shape[0]], tl.float32))
     logits = _product(q1, tl.trans(k1), logits)
     logits = _product(q2, tl.trans(k2), logits)
@@ -152,7 +159,7 @@ def _tile(top, total, o0, o1, o2, o3, q_row, live, cache_ptr, page_stride, slots
 @triton.jit
 def _attend(q_row, live, cache_ptr, page_stride, slots_end, indices_ptr, lens_ptr, token, indices_stride, lens_stride, split, scale,
             WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, ALIGNMENT: tl.constexpr, Q_ALIGNMENT: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
-            PRODUCTS: tl.constexpr):  # fmt: skip
+            PRODUCTS: tl.constexpr, CONVERTS: tl.constexpr):  # fmt: skip
     """Of one split of one segment: largest logit and sum of weights (log2 domain), and the four parts of the weighted sum ``[heads, columns]``."""
     HEADS: tl.constexpr = live.shape[0]
     top = tl.full([HEADS], -_INFINITY, tl.float32)
@@ -170,13 +177,13 @@ def _attend(q_row, live, cache_ptr, page_stride, slots_end, indices_ptr, lens_pt
         if begin < end:
             top, total, o0, o1, o2, o3 = _tile(
                 top, total, o0, o1, o2, o3, q_row, live, cache_ptr, page_stride, slots_end, slot, column < length, scale, BLOCK_SIZE, ALIGNMENT, Q_ALIGNMENT,
-                PRODUCTS,
+                PRODUCTS, CONVERTS,
             )  # fmt: skip
     else:
         while begin < end:
             top, total, o0, o1, o2, o3 = _tile(
                 top, total, o0, o1, o2, o3, q_row, live, cache_ptr, page_stride, slots_end, slot, column < length, scale, BLOCK_SIZE, ALIGNMENT, Q_ALIGNMENT,
-                PRODUCTS,
+                PRODUCTS, CONVERTS,
             )  # fmt: skip
             begin += KEYS
             column += KEYS
@@ -267,6 +274,7 @@ def attend_kernel(
     EXTRA_ALIGNMENT: tl.constexpr,
     Q_ALIGNMENT: tl.constexpr,
     EXACT: tl.constexpr,
+    CONVERTS: tl.constexpr,
     SINK: tl.constexpr,
 ):
     wait_for_inputs()
@@ -285,13 +293,13 @@ def attend_kernel(
     if split < SWA_SPLITS:
         top, total, o0, o1, o2, o3 = _attend(
             q_row, live, swa_ptr, swa_page_stride, swa_slots_end, swa_indices_ptr, swa_lens_ptr, token, swa_indices_stride, swa_lens_stride, split, log2_scale,
-            SWA_WIDTH, SWA_BLOCK_SIZE, SWA_ALIGNMENT, Q_ALIGNMENT, KEYS, TILES, PRODUCTS,
+            SWA_WIDTH, SWA_BLOCK_SIZE, SWA_ALIGNMENT, Q_ALIGNMENT, KEYS, TILES, PRODUCTS, CONVERTS,
         )  # fmt: skip
         _store(top, total, o0, o1, o2, o3, out_ptr, lse_ptr, sink_ptr, sink_stride, partial_ptr, top_ptr, total_ptr, token, partial, head, HEADS, SPLITS, SINK)
     else:
         top, total, o0, o1, o2, o3 = _attend(
             q_row, live, extra_ptr, extra_page_stride, extra_slots_end, extra_indices_ptr, extra_lens_ptr, token, extra_indices_stride, extra_lens_stride,
-            split - SWA_SPLITS, log2_scale, EXTRA_WIDTH, EXTRA_BLOCK_SIZE, EXTRA_ALIGNMENT, Q_ALIGNMENT, KEYS, TILES, PRODUCTS,
+            split - SWA_SPLITS, log2_scale, EXTRA_WIDTH, EXTRA_BLOCK_SIZE, EXTRA_ALIGNMENT, Q_ALIGNMENT, KEYS, TILES, PRODUCTS, CONVERTS,
         )  # fmt: skip
         _store(top, total, o0, o1, o2, o3, out_ptr, lse_ptr, sink_ptr, sink_stride, partial_ptr, top_ptr, total_ptr, token, partial, head, HEADS, SPLITS, SINK)
 
@@ -331,17 +339,17 @@ def _alignment(tensor: torch.Tensor, *strides: int) -> int:
     return common if common >= 8 else 1
 
 
-def shape_of_programs(device: torch.device) -> tuple[int, int, int]:
-    """Heads, keys and warps of a program whose products are bf16."""
-    return OTHERS if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9 else HOPPER
+def shape_of_programs(device: torch.device, width: int) -> tuple[int, int, int, bool]:
+    """How programs whose products are bf16 are made there, for rows of ``width`` columns."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+        return OTHERS
+    return HOPPER_SHORT if width <= SHORT else HOPPER
 
 
 def split_keys(swa_width: int, extra_width: int, keys: int) -> tuple[int, int, int]:
     """Tiles of ``keys`` columns of one split, splits of the window, and splits of the extra segment."""
     swa, extra = triton.cdiv(swa_width, keys), triton.cdiv(extra_width, keys)
     tiles = 1
-    if min(swa, extra) == 0 and max(swa, extra) <= ONE_LAUNCH_TILES:
-        tiles = max(swa, extra, 1)
     while triton.cdiv(swa, tiles) + triton.cdiv(extra, tiles) > MAX_SPLITS:
         tiles += 1
     return tiles, triton.cdiv(swa, tiles), triton.cdiv(extra, tiles)
@@ -363,9 +371,10 @@ def sparse_mla_decode(
         return out, lse
     second = swa if extra is None else extra
     exact = torch.float32 in (q.dtype, swa[0].dtype, second[0].dtype)
-    block, keys, warps = EXACT if exact else shape_of_programs(q.device)
+    widths = swa[1].shape[1], 0 if extra is None else extra[1].shape[1]
+    block, keys, warps, converts = EXACT if exact else shape_of_programs(q.device, sum(widths))
     blocks = triton.cdiv(heads, block)
-    tiles, swa_splits, extra_splits = split_keys(swa[1].shape[1], 0 if extra is None else extra[1].shape[1], keys)
+    tiles, swa_splits, extra_splits = split_keys(*widths, keys)
     if extra_splits == 0:
         swa_splits = max(swa_splits, 1)  # without a column, one program writes that there is no key
     splits = swa_splits + extra_splits
@@ -386,9 +395,9 @@ def sparse_mla_decode(
         rows = min(at_once, tokens - start)
         launch(
             attend_kernel, rows * blocks * splits, q.device, out, lse, partial, top, total, q, *swa, *second, sink, scale, start, *q_strides, *strides, sink.stride(0),
-            BLOCK=block, KEYS=keys, TILES=tiles, SWA_SPLITS=swa_splits, SWA_WIDTH=swa[1].shape[1], SWA_BLOCK_SIZE=swa[0].shape[1],
+            BLOCK=block, KEYS=keys, TILES=tiles, SWA_SPLITS=swa_splits, SWA_WIDTH=widths[0], SWA_BLOCK_SIZE=swa[0].shape[1],
             SWA_ALIGNMENT=_alignment(swa[0], swa[0].stride(0)), EXTRA_WIDTH=second[1].shape[1], EXTRA_BLOCK_SIZE=second[0].shape[1],
-            EXTRA_ALIGNMENT=_alignment(second[0], second[0].stride(0)), Q_ALIGNMENT=_alignment(q, *q_strides), EXACT=exact, num_warps=warps, num_stages=1, **shared,
+            EXTRA_ALIGNMENT=_alignment(second[0], second[0].stride(0)), Q_ALIGNMENT=_alignment(q, *q_strides), EXACT=exact, CONVERTS=converts, num_warps=warps, num_stages=1, **shared,
         )  # fmt: skip
         if splits > 1:
             launch(

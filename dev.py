@@ -6,7 +6,7 @@
     python3 dev.py lint   ruff and mypy, as CI runs them
     python3 dev.py setup  only the environment
     python3 dev.py test-old
-                          lane, opcheck and schema tests, and the pages' code, with the oldest PyTorch that is supported, in an environment of its own
+                          lane, opcheck, schema and rank tests, and the pages' code, with the oldest PyTorch that is supported, in an environment of its own
 
 The environment is ``.venv`` beside this file (``DSV4_OPS_VENV`` names another; that of ``test-old`` has ``-old`` behind its name and
 takes 4.6 GB: of 2.11 only the build with CUDA can be installed by name). ``--here`` as the first argument
@@ -31,7 +31,7 @@ REQUESTS = ROOT / "dsv4_ops" / "engine" / "data" / "requests.jsonl"
 CPU_TORCH = ("torch==2.13.0", "triton==3.7.1; platform_system == 'Linux' and platform_machine == 'x86_64'")
 OLD_VENV = VENV.with_name(VENV.name + "-old")
 OLD_TORCH = "torch==2.11.0"
-OLD_TESTS = ("test_registry", "test_every_op", "test_compile_integration", "test_workspace", "test_graphs", "test_lane_warnings", "test_passes_*", "test_program_campaign", "test_docs")
+OLD_TESTS = ("test_registry", "test_every_op", "test_compile_integration", "test_workspace", "test_graphs", "test_lane_warnings", "test_passes_*", "test_program_campaign", "test_parallel", "test_docs")
 
 
 def call(*command: str | Path, cwd: str | Path = ROOT) -> int:

@@ -36,7 +36,7 @@ def _rank(rank: int, function: Callable[..., Any], size: int, folder: str, backe
     dist.destroy_process_group()
 
 
-def launch(function: Callable[..., Any], size: int, *arguments: Any, backend: str = "gloo", wait_s: float = 60.0, limit_s: float = 240.0) -> list[Any]:
+def launch(function: Callable[..., Any], size: int, *arguments: Any, backend: str = "gloo", wait_s: float = 180.0, limit_s: float = 480.0) -> list[Any]:
     """What ``function(rank, size, *arguments)`` returns in each of ``size`` processes that form one group (met over a file: no port is taken).
 
     A rank that raises ends all, with its error; so does the time limit. ``wait_s``: how long a rank waits for the others in a collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import time
 import warnings
@@ -29,10 +30,11 @@ TOKENS = 9
 
 def test_local_slots_by_hand() -> None:
     """Two ranks, pages of 2 entries each: page 3 of the whole holds slots 12..15, of which rank 0 has 12 and 14."""
-    slots = i32([12, 13, 14, 15, -1, 4])
-    assert parallel.local_slots(slots, 2, 0, 2).tolist() == [6, -1, 7, -1, -1, 2]
-    assert parallel.local_slots(slots, 2, 1, 2).tolist() == [-1, 6, -1, 7, -1, -1]
-    assert parallel.local_slots(slots, 2, 1, 2, 2).tolist() == [-1, -1, 6, 7, -1, -1]  # two in a row on one rank
+    slots = i32([12, 13, 14, 15, -1, 4, -7, -(2**31)])
+    assert parallel.local_slots(slots, 2, 0, 2).tolist() == [6, -1, 7, -1, -1, 2, -1, -1]
+    assert parallel.local_slots(slots, 2, 1, 2).tolist() == [-1, 6, -1, 7, -1, -1, -1, -1]
+    assert parallel.local_slots(slots, 2, 1, 2, 2).tolist() == [-1, -1, 6, 7, -1, -1, -1, -1]  # two in a row on one rank
+    assert parallel.local_slots(i32([2**31 - 1]), 2**20, 1, 2).tolist() == [2**30 - 1]
 
 
 @pytest.mark.parametrize(("size", "interleave", "block_size"), [(1, 1, 4), (2, 1, 4), (2, 4, 4), (3, 2, 8), (4, 1, 1), (4, 16, 64)])
@@ -260,24 +262,26 @@ def test_split_steps_compile_as_one_program(size: int, compiler: str) -> None:
     assert launch(compiled_step, size, compiler) == [([10, 13, 11], 1)] * size
 
 
-def rank_1_fails(rank: int, size: int, how: str) -> None:
+def rank_1_fails(rank: int, size: int, how: str, wait_s: float) -> None:
+    dist.barrier()
+    group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=wait_s))
     if rank == 0:
         began = time.monotonic()
         try:
-            parallel.ordered_sum(torch.zeros(3))
+            parallel.ordered_sum(torch.zeros(3), group)
         except RuntimeError:
             raise ZeroDivisionError(f"rank 0 gave up after {time.monotonic() - began:.0f} s") from None
     if how == "raises":
         raise ZeroDivisionError("rank 1 is broken")
-    time.sleep(40)
+    time.sleep(600)
 
 
-@pytest.mark.parametrize(("how", "wait_s", "error"), [("raises", 60.0, "rank 1 is broken|rank 0 gave up"), ("is stuck", 2.0, "rank 0 gave up after [1-9] s")])
+@pytest.mark.parametrize(("how", "wait_s", "error"), [("raises", 180.0, "rank 1 is broken|rank 0 gave up"), ("is stuck", 4.0, "rank 0 gave up after ..? s")])
 def test_nobody_waits_without_end_for_a_rank_that_fails(how: str, wait_s: float, error: str) -> None:
     began = time.monotonic()
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=error):
-        launch(rank_1_fails, 2, how, wait_s=wait_s)
-    assert time.monotonic() - began < 35
+        launch(rank_1_fails, 2, how, wait_s)
+    assert time.monotonic() - began < 150, "not as long as it could take"
 
 
 def judged_rank(rank: int, size: int) -> list[dict[str, Any]]:
@@ -325,11 +329,11 @@ def engine_rank(rank: int, size: int, splits: list[tuple[int, int]]) -> list[Any
     for tensor, context in splits:
         engine = make_engine(tensor_parallel=tensor, context_parallel=context)
         results.append((*decode(engine), engine.stats.kv_bytes))
-    # Another rank's own choice would be another token: its head is turned round. Rank 0 decides.
-    engine = make_engine(tensor_parallel=size) if size == 2 else make_engine(context_parallel=size)
-    if rank > 0:
-        engine.target.model.lm_head.weight.neg_()
-    results.append(decode(engine)[0])
+    if size == 2:  # another rank's own choice would be another token: its head is turned round
+        engine = make_engine(tensor_parallel=size)
+        if rank > 0:
+            engine.target.model.lm_head.weight.neg_()
+        results.append((decode(engine)[0],))
     return results
 
 
@@ -347,8 +351,8 @@ def test_the_engine_gives_the_tokens_of_one_rank(size: int, splits: list[tuple[i
             assert got == tokens, f"tensor_parallel {tensor}, context_parallel {context}"
             assert 0 < (rows - logits).abs().max() < 1e-4
             assert (kv_bytes < whole.stats.kv_bytes) == (context > 1), "a rank holds a part of the records"
-        assert result[-1] == tokens, "rank 0 decides"
-        assert all(torch.equal(a[1], b[1]) for a, b in zip(result[:-1], ranks[0][:-1], strict=True)), "logits are the same to the bit on every rank"
+        assert all(torch.equal(a[1], b[1]) for a, b in zip(result[:2], ranks[0][:2], strict=True)), "logits are the same to the bit on every rank"
+        assert all(rest[0] == tokens for rest in result[2:]) and len(result) == (3 if size == 2 else 2), "rank 0 decides"
 
 
 def drafting_rank(rank: int, size: int, checkpoint: str) -> list[Any]:

@@ -5,7 +5,11 @@ Every provider's output is first compared with the fp64 reference (``rel_err``: 
 time. ``floor_us`` is what the copy rate of this run takes to read keys and queries and to write the output.
 
 PEERS_DIR may hold ``flash_mla_interface.py`` and ``_flashmla_C.abi3.so`` (or ``.so.xz``). FlashMLA has its plan from the check
-before, "planned" makes it anew in each call; "backend flashmla" is the op with ``backend="flashmla"``, which masks its rows first. ATTENTION_TOKENS (comma-separated) narrows the run; what is narrowed is written as ``attention-part.json``.
+before, "planned" makes it anew in each call; "backend flashmla" is the op with ``backend="flashmla"``, which masks its rows first, and "fastest" with
+``backend="fastest"``.
+
+The case "draft step" is what a draft block costs with rows of 192 and of 256 columns: index rows of 1, 8 and 32 requests of 5 tokens each, then attention.
+ATTENTION_TOKENS (comma-separated; of draft steps, requests) narrows the run; what is narrowed is written as ``attention-part.json``.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ from typing import Any
 
 import torch
 
-from dsv4_ops import kv_cache_insert, new_kv_cache, sparse_mla_decode, testing
+from dsv4_ops import draft_swa_indices, kv_cache_insert, new_kv_cache, sparse_mla_decode, testing
 from dsv4_ops.bench.timing import ColdReplays, copy_rate, launches
 from dsv4_ops.sparse_decode import SPARSE_MLA_DECODE
+from dsv4_ops.swa_indices import DRAFT_SWA_INDICES
 
 from . import results
 
@@ -35,7 +40,9 @@ DEVICE, PAGE, PAGE_STRIDE, PAGES, DIM = "cuda", 64, 37440, 8192, 512
 TOKENS, HEADS = (1, 6, 8, 16, 32, 64, 128), (64, 128)
 KEYS = {"window": (128, 128, 0), "draft block": (192, 133, 0), "draft block, width 256": (256, 133, 0), "window and records": (128, 128, 512)}
 """Width and length of window rows, and records."""
-SCALE, SETS, LIMIT, FEW = DIM**-0.5, 16, 1e-2, 8
+WINDOW, QUERIES, REQUESTS, WIDTHS = 128, 5, (1, 8, 32), (192, 256)
+"""Of draft steps."""
+SCALE, SETS, LIMIT = DIM**-0.5, 16, 1e-2
 METHOD = f"cold L2 (256 MB read before each replay), CUDA graph of one call for each of {SETS} input sets, us a call over 11 replays; hot_us: the same on one set, nothing read"
 
 
@@ -56,11 +63,34 @@ class Case:
         return self.tokens * ((length + records) * 584 + 2 * self.heads * DIM * 2 + 4 * (width + records))
 
 
+@dataclass(frozen=True)
+class DraftStep:
+    heads: int
+    requests: int
+    width: int
+
+    @property
+    def params(self) -> dict[str, Any]:
+        tokens = self.requests * QUERIES
+        return {"heads": self.heads, "tokens": tokens, "requests": self.requests, "width": self.width, "window_keys": WINDOW + QUERIES, "records": 0, "page": PAGE, "cache": "fp8"}
+
+    @property
+    def bytes(self) -> int:
+        return self.requests * ((WINDOW + QUERIES) * 584 + QUERIES * (2 * self.heads * DIM * 2 + 2 * 4 * self.width))
+
+
 def cases() -> Iterator[Case]:
     for heads in HEADS:
         for name in KEYS:
             for tokens in TOKENS:
                 yield Case(name, heads, tokens)
+
+
+def draft_steps() -> Iterator[DraftStep]:
+    for heads in HEADS:
+        for requests in REQUESTS:
+            for width in WIDTHS:
+                yield DraftStep(heads, requests, width)
 
 
 def filled_cache(generator: torch.Generator) -> torch.Tensor:
@@ -88,6 +118,27 @@ def inputs(case: Case, swa_cache: torch.Tensor, extra_cache: torch.Tensor, gener
         extra = (extra_cache, whole(PAGE, PAGES * PAGE, case.tokens, records).int(), torch.full((case.tokens,), records, dtype=torch.int32, device=DEVICE))
     lens = torch.full((case.tokens,), length, dtype=torch.int32, device=DEVICE)
     return (q, swa_cache, indices, lens, *extra, torch.randn(case.heads, generator=generator, device=DEVICE))
+
+
+def draft_inputs(step: DraftStep, cache: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Query, cache, committed tokens, block table, which requests are real, sink."""
+    most = 64 * PAGE
+    committed = torch.randint(WINDOW, most - QUERIES, (step.requests,), generator=generator, device=DEVICE).int()
+    table = torch.randint(1, PAGES, (step.requests, most // PAGE), generator=generator, device=DEVICE).int()
+    q = torch.randn(step.requests * QUERIES, step.heads, DIM, generator=generator, device=DEVICE).bfloat16()
+    return q, cache, committed, table, torch.ones(step.requests, dtype=torch.bool, device=DEVICE), torch.randn(step.heads, generator=generator, device=DEVICE)
+
+
+def draft_call(width: int, s: tuple[torch.Tensor, ...], backend: str) -> Any:
+    q, cache, committed, table, real, sink = s
+    rows = draft_swa_indices(committed, table, real, block_size=PAGE, window=WINDOW, block_queries=QUERIES, width=width)
+    return sparse_mla_decode(q, cache, *rows, attn_sink=sink, scale=SCALE, backend=backend)
+
+
+def draft_reference(width: int, s: tuple[torch.Tensor, ...]) -> Any:
+    q, cache, committed, table, real, sink = s
+    rows = DRAFT_SWA_INDICES.reference(committed.cpu(), table.cpu(), real.cpu(), block_size=PAGE, window=WINDOW, block_queries=QUERIES, width=width)
+    return SPARSE_MLA_DECODE.reference(q, cache, *(r.to(DEVICE) for r in rows), attn_sink=sink, scale=SCALE)
 
 
 # ---- FlashMLA --------------------------------------------------------------------------------------------------------
@@ -146,26 +197,36 @@ class Bench:
         except Exception as error:
             self.without_peer = f"{type(error).__name__}: {str(error)[:200]}"
 
-    def providers(self, case: Case, sets: list[tuple[Any, ...]]) -> Iterator[tuple[str, list[Callable[[], Any]]]]:
-        yield "dsv4_ops", [lambda s=s: sparse_mla_decode(*s, scale=SCALE) for s in sets]  # type: ignore[misc]
-        if case.tokens <= FEW:
-            yield "torch", [lambda s=s: SPARSE_MLA_DECODE.torch_impl(*s, scale=SCALE) for s in sets]  # type: ignore[misc]
-        if self.peer is not None:
-            plan = self.peer.get_mla_metadata()[0]
-            yield "flashmla", [flashmla_call(self.peer, s, plan) for s in sets]
-            yield "flashmla, planned", [flashmla_call(self.peer, s, None) for s in sets]
-            yield "dsv4_ops, backend flashmla", [lambda s=s: sparse_mla_decode(*s, scale=SCALE, backend="flashmla") for s in sets]  # type: ignore[misc]
-
     def run(self, case: Case, seed: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         sets = [inputs(case, *self.caches, generator) for _ in range(SETS)]
-        right = {i: SPARSE_MLA_DECODE.reference(*sets[i], scale=SCALE)[0].double() for i in (0, SETS - 1)}
+        providers: dict[str, list[Callable[[], Any]]] = {"dsv4_ops": [lambda s=s: sparse_mla_decode(*s, scale=SCALE) for s in sets]}  # type: ignore[misc]
+        if case.tokens == 1:
+            providers["torch"] = [lambda s=s: SPARSE_MLA_DECODE.torch_impl(*s, scale=SCALE, backend="reference") for s in sets]  # type: ignore[misc]
+        if self.peer is not None:
+            plan = self.peer.get_mla_metadata()[0]
+            providers["flashmla"] = [flashmla_call(self.peer, s, plan) for s in sets]
+            providers["flashmla, planned"] = [flashmla_call(self.peer, s, None) for s in sets]
+            providers["dsv4_ops, fastest"] = [lambda s=s: sparse_mla_decode(*s, scale=SCALE, backend="fastest") for s in sets]  # type: ignore[misc]
+            providers["dsv4_ops, backend flashmla"] = [lambda s=s: sparse_mla_decode(*s, scale=SCALE, backend="flashmla") for s in sets]  # type: ignore[misc]
+        self.measure("sparse_mla_decode", case.name, case, providers, lambda i: SPARSE_MLA_DECODE.reference(*sets[i], scale=SCALE))
+
+    def run_draft(self, step: DraftStep, seed: int) -> None:
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        sets = [draft_inputs(step, self.caches[0], generator) for _ in range(SETS)]
+        backends = {"dsv4_ops": "auto"} | ({} if self.peer is None else {"dsv4_ops, backend flashmla": "flashmla"})
+        providers: dict[str, list[Callable[[], Any]]] = {name: [lambda s=s, b=b: draft_call(step.width, s, b) for s in sets] for name, b in backends.items()}  # type: ignore[misc]
+        self.measure("draft_swa_indices, sparse_mla_decode", "draft step", step, providers, lambda i: draft_reference(step.width, sets[i]))
+
+    def measure(self, op: str, name: str, case: Case | DraftStep, providers: dict[str, list[Callable[[], Any]]], reference: Callable[[int], Any]) -> None:
+        """A row for each provider: one call for each set. The first and the last are compared with ``reference(set)``."""
+        right = {i: reference(i)[0].double() for i in (0, SETS - 1)}
 
         def error(result: Any, i: int) -> float:
             return round(float((result[0].double() - right[i]).norm() / right[i].norm()), 6)
 
-        for name, calls in self.providers(case, sets):
-            row: dict[str, Any] = {"op": "sparse_mla_decode", "case": case.name, "params": case.params, "provider": name, "floor_us": round(case.bytes / self.copy_GBps / 1e3, 2)}
+        for provider, calls in providers.items():
+            row: dict[str, Any] = {"op": op, "case": name, "params": case.params, "provider": provider, "floor_us": round(case.bytes / self.copy_GBps / 1e3, 2)}
             try:
                 row["rel_err"] = error(calls[0](), 0)
                 row["ok"] = row["rel_err"] < LIMIT
@@ -190,11 +251,13 @@ def main() -> int:
     backend = next(op.backends["cuda"] for op in testing.ops() if op.name == "sparse_mla_decode")
     for seed, case in enumerate(wanted):
         bench.run(case, seed)
+    for seed, step in enumerate(step for step in draft_steps() if chosen(step.requests)):
+        bench.run_draft(step, seed)
     env = {"copy_GBps": bench.copy_GBps, "backend": backend, "flashmla": bench.without_peer if bench.peer is None else "measured"}
     results.write("attention-part" if os.environ.get("ATTENTION_TOKENS") else "attention", env, method=METHOD, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
     for row in bench.rows:
         p = row["params"]
-        print(f"{row['case']:24} {p['heads']:4} heads {p['tokens']:4} tokens {row['provider']:18} {row.get('us_p50', row.get('skipped', 'WRONG'))!s:>9} hot {row.get('hot_us', '-')!s:>8} floor {row['floor_us']:6} err {row.get('rel_err')}")
+        print(f"{row['case']:24} {p['heads']:4} heads {p['tokens']:4} tokens {p['width']:4} columns {row['provider']:26} {row.get('us_p50', row.get('skipped', 'WRONG'))!s:>9} hot {row.get('hot_us', '-')!s:>8} floor {row['floor_us']:6} err {row.get('rel_err')}")
     return 0 if all(row["ok"] for row in bench.rows if row["provider"] == "dsv4_ops") else 1
 
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -54,6 +55,8 @@ from .workspace import (
 )
 
 __all__ = ["CudaRecorder", "GraphPool", "GraphReport", "GraphStep", "Recorder", "StepInput", "StepOutputs", "StepReport"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -415,6 +418,7 @@ class GraphStep:
                 "(.item(), .cpu(), boolean indexing), copy from pageable host memory, or wait for the device."
             ) from root
         self.captures[size] = recorder.memory()[0] - before
+        logger.debug("step %r captured at size %d: %d bytes more in the pool", self.name, size, self.captures[size])
         self._streams = {(stream, other) for stream, other in self._streams if other != size}
         return graph
 

@@ -22,6 +22,7 @@ other op of the same lane while it uses the views. Contents are garbage at entry
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 import warnings
@@ -54,6 +55,8 @@ __all__ = [
     "use_workspace_ubatch",
     "workspace_manager",
 ]
+
+logger = logging.getLogger(__name__)
 
 AMBIENT = -1
 """Value of an op's ``lane`` argument that means: the lane of ``use_workspace_lane`` when the op runs."""
@@ -671,6 +674,7 @@ class WorkspaceManager:
         generation = self._generations.get(slot, 0) + 1
         buffer = _Buffer(storage, address, nbytes, lane, ubatch, generation)
         self._slots[slot], self._generations[slot] = buffer, generation
+        logger.debug("workspace of lane %d, ubatch %d on %s: %d bytes, before %d, for %s", lane, ubatch, self.device, nbytes, have, op or "its caller")
         if current is not None:
             self._retired.append(current)
             self._drop_unleased()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dsv4_ops
-from dsv4_ops import testing
+from dsv4_ops import WorkspaceManager, graphs, testing
 
 
 def child(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -86,6 +86,20 @@ def test_torch_logs_takes_the_package_by_its_name(setting: str, shown: bool) -> 
     done = child(COMPILED, TORCH_LOGS=setting)
     assert done.returncode == 0, done.stderr
     assert ("lanes bound: BindReport(" in done.stderr) == shown
+
+
+def test_growth_of_scratch_and_captures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    manager = WorkspaceManager("cpu", num_lanes=2)
+    with caplog.at_level(logging.DEBUG, logger="dsv4_ops"):
+        manager.get(((16,), torch.float32), lane=1, op="topk")
+        manager.get(((8,), torch.float32), lane=1, op="topk")
+        manager.reserve(4096, lane=1)
+        pool = graphs.GraphPool("cpu", manager=manager, recorder=testing.TapeRecorder())
+        pool.step("draft", lambda x: x + 1, {"x": graphs.StepInput(torch.float32)}, sizes=(1, 4))
+        pool.capture()
+    grown = [r.getMessage() for r in caplog.records if r.name == "dsv4_ops.workspace"]
+    assert [text.partition(" on cpu: ")[0] for text in grown[:2]] == ["workspace of lane 1, ubatch 0"] * 2 and "before 0, for topk" in grown[0]
+    assert [r.getMessage().partition(":")[0] for r in caplog.records if r.name == "dsv4_ops.graphs"] == ["step 'draft' captured at size 4", "step 'draft' captured at size 1"]
 
 
 def test_the_package_installs_no_handler_and_warns_nothing_by_itself() -> None:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from dsv4_ops import draft_swa_indices, kv_cache_insert, new_kv_cache, sparse_mla_decode, testing
+from dsv4_ops._decode_backends import Faster
 from dsv4_ops.bench.timing import ColdReplays, copy_rate, launches
 from dsv4_ops.sparse_decode import SPARSE_MLA_DECODE
 from dsv4_ops.swa_indices import DRAFT_SWA_INDICES
@@ -42,6 +43,7 @@ KEYS = {"window": (128, 128, 0), "draft block": (192, 133, 0), "draft block, wid
 """Width and length of window rows, and records."""
 WINDOW, QUERIES, REQUESTS, WIDTHS = 128, 5, (1, 8, 32), (192, 256)
 """Of draft steps."""
+BACK_END = "dsv4_ops, backend flashmla"
 SCALE, SETS, LIMIT = DIM**-0.5, 16, 1e-2
 METHOD = f"cold L2 (256 MB read before each replay), CUDA graph of one call for each of {SETS} input sets, us a call over 11 replays; hot_us: the same on one set, nothing read"
 
@@ -208,13 +210,13 @@ class Bench:
             providers["flashmla"] = [flashmla_call(self.peer, s, plan) for s in sets]
             providers["flashmla, planned"] = [flashmla_call(self.peer, s, None) for s in sets]
             providers["dsv4_ops, fastest"] = [lambda s=s: sparse_mla_decode(*s, scale=SCALE, backend="fastest") for s in sets]  # type: ignore[misc]
-            providers["dsv4_ops, backend flashmla"] = [lambda s=s: sparse_mla_decode(*s, scale=SCALE, backend="flashmla") for s in sets]  # type: ignore[misc]
+            providers[BACK_END] = [lambda s=s: sparse_mla_decode(*s, scale=SCALE, backend="flashmla") for s in sets]  # type: ignore[misc]
         self.measure("sparse_mla_decode", case.name, case, providers, lambda i: SPARSE_MLA_DECODE.reference(*sets[i], scale=SCALE))
 
     def run_draft(self, step: DraftStep, seed: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         sets = [draft_inputs(step, self.caches[0], generator) for _ in range(SETS)]
-        backends = {"dsv4_ops": "auto"} | ({} if self.peer is None else {"dsv4_ops, backend flashmla": "flashmla"})
+        backends = {"dsv4_ops": "auto"} | ({} if self.peer is None else {BACK_END: "flashmla"})
         providers: dict[str, list[Callable[[], Any]]] = {name: [lambda s=s, b=b: draft_call(step.width, s, b) for s in sets] for name, b in backends.items()}  # type: ignore[misc]
         self.measure("draft_swa_indices, sparse_mla_decode", "draft step", step, providers, lambda i: draft_reference(step.width, sets[i]))
 
@@ -241,6 +243,28 @@ class Bench:
             self.rows.append(row)
 
 
+def regions(rows: list[dict[str, Any]]) -> list[Faster]:
+    """Where the FlashMLA back end beats our kernel from some number of tokens on: what FASTER_FLASHMLA of dsv4_ops/_decode_backends.py should hold."""
+    cells: dict[tuple[int, int], dict[int, dict[str, float]]] = {}
+    for row in rows:
+        if row["op"] == "sparse_mla_decode" and row["provider"] in ("dsv4_ops", BACK_END) and row.get("ok") and "us_p50" in row:
+            p = row["params"]
+            cells.setdefault((p["heads"], p["width"] + p["records"]), {}).setdefault(p["tokens"], {})[row["provider"]] = row["us_p50"]
+    found = []
+    for heads in sorted({heads for heads, _ in cells}):
+        below = 0
+        for columns in sorted(columns for h, columns in cells if h == heads):
+            first = None
+            for tokens, cell in sorted(cells[heads, columns].items(), reverse=True):
+                if len(cell) == 2 and cell[BACK_END] >= cell["dsv4_ops"]:
+                    break
+                first = tokens if len(cell) == 2 else first
+            if first is not None:
+                found.append(Faster(heads, range(below + 1, columns + 1), first))
+            below = columns
+    return found
+
+
 def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device")
@@ -258,6 +282,7 @@ def main() -> int:
     for row in bench.rows:
         p = row["params"]
         print(f"{row['case']:24} {p['heads']:4} heads {p['tokens']:4} tokens {p['width']:4} columns {row['provider']:26} {row.get('us_p50', row.get('skipped', 'WRONG'))!s:>9} hot {row.get('hot_us', '-')!s:>8} floor {row['floor_us']:6} err {row.get('rel_err')}")
+    print(f"FASTER_FLASHMLA = ({''.join(f'{region}, ' for region in regions(bench.rows))})  # for dsv4_ops/_decode_backends.py")
     return 0 if all(row["ok"] for row in bench.rows if row["provider"] == "dsv4_ops") else 1
 
 

@@ -268,6 +268,10 @@ def test_kernels_of_a_folder_stand_in_for_flashinfer(tmp_path: Path, monkeypatch
     sample, expected = topk_sample()
     assert (one.name, other.name) == ("flashinfer one", "flashinfer other") and other.unable(sample)
     judged(one, sample, expected)
+    again, expected_again = topk_sample()
+    again.args[0].neg_()
+    got = judged(one, again, testing.outputs(OPS["topk"].reference(*again.args)))
+    assert not torch.equal(got[0], expected_again[0]), "one scratch for all sets, results of each"
     (slots,) = peers.providers("flashinfer", OPS["topk_slots"], "cuda")
     judged(slots, *topk_sample(op="topk_slots"))
 

@@ -217,9 +217,14 @@ def _flashinfer_kernels(op: Op, folder: Path) -> Iterator[Provider]:
         raise Missing(f"peers.py of PEERS_DIR has no kernel of FlashInfer for {op.name}")
     for name, (prepare, accepts) in table.items():
 
-        def prepared(sample: Sample, prepare: Any = prepare) -> Call:
-            rows, columns, k, last = _topk_sizes(sample)
-            call, out = prepare(rows, k, columns, last), torch.full((rows, k), -7, dtype=torch.int32, device=sample.args[0].device)
+        made: dict[tuple[int, int, int, int], Any] = {}
+
+        def prepared(sample: Sample, prepare: Any = prepare, made: Any = made) -> Call:
+            rows, columns, k, last = sizes = _topk_sizes(sample)
+            if sizes not in made:  # one scratch for all input sets, as a server has it; gigabytes for the largest
+                made.clear()
+                made[sizes] = prepare(rows, k, columns, last), torch.full((rows, k), -7, dtype=torch.int32, device=sample.args[0].device)
+            call, out = made[sizes]
             logits, lengths = sample.args[:2]
             arguments = (logits, lengths, out) if op.name == "topk" else (logits, lengths, sample.args[2], sample.args[4], out)
             return lambda: (call(*arguments), out)[1]

@@ -68,6 +68,7 @@ def steps_rank(rank: int, size: int) -> dict[str, Any]:
             found["error"] = max(found["error"], relative_error(got[1], out), relative_error(got[2][keyed], lse[keyed]) if keyed.any() else 0.0, relative_error(got[3], size * out))
             found["same as eager"] &= all(torch.equal(a, b) for a, b in zip(got, first, strict=True))
             found["again"] &= all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    pool.reset()
     return {"ways": results, "retained": report.retained_bytes, "programs": programs.frame_count}
 
 
@@ -108,6 +109,7 @@ def engine_rank(rank: int, size: int) -> dict[str, Any]:
         engine = Engine((random_model() if layers is None else random_model(layer_types=layers)).to(f"cuda:{rank}"), EngineConfig(**sizes, **options))
         prompts = [random_prompt(n, n) for n in (300, 5, 129)]
         tokens[f"{model} {sorted(options)}"] = [c.token_ids for c in engine.generate(requests_of(prompts, 12))]
+        engine.executor.pool.reset()
     return tokens
 
 

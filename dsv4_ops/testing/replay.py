@@ -54,6 +54,8 @@ class TapeGraph:
             if op.overloadpacket in _NO_REPLAY:
                 continue
             for recorded, new in zip(results, _tensors(op(*args, **kwargs)), strict=True):
+                if op.namespace == "_c10d_functional":
+                    torch.ops._c10d_functional.wait_tensor(new)  # collectives return before they are done
                 if recorded.numel() and recorded.data_ptr() != new.data_ptr():
                     recorded.copy_(new)
 

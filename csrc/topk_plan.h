@@ -38,7 +38,7 @@ constexpr int kTopkFixedBytes = 3 * kTopkBins * 4 + 3072;
 constexpr int kTopkFewestListed = 1024;
 
 // The choice of kernel by sizes; what memory it takes follows in topk_plan.
-inline TopkPlan topk_choice(const TopkDevice& device, int64_t rows, int64_t width) {
+inline TopkPlan topk_choice(const TopkDevice& device, int64_t rows, int64_t width, int64_t k) {
   const auto plan = [](TopkKernel kernel, int threads, int vectors, int cluster) { return TopkPlan{kernel, threads, vectors, cluster, 0, 0, 0}; };
   // Fastest of the built kernels in a sweep over rows {1, 4, 8, 16, 32, 48, 64, 128, 133, 256} on an H200 (k = 512, cold
   // L2; what they take: benchmarks/results/h200/topk.json).
@@ -47,6 +47,9 @@ inline TopkPlan topk_choice(const TopkDevice& device, int64_t rows, int64_t widt
   if (width <= 4096) return plan(TopkKernel::direct, 512, 2, 1);
   if (width <= 8192) return plan(TopkKernel::direct, 512, 4, 1);
   if (width <= 16384) return rows <= 16 ? plan(TopkKernel::direct, 1024, 4, 1) : plan(TopkKernel::direct, 512, 8, 1);
+  if (width <= 32768 && rows <= 16 && k <= 512 && device.largest_cluster > 1) {  // larger k: a block alone is faster
+    return rows <= 8 ? plan(TopkKernel::resident, 512, 2, 8) : plan(TopkKernel::resident, 512, 4, 4);
+  }
   if (width <= 32768 && wave) return plan(TopkKernel::direct, 1024, 8, 1);
   if (device.largest_cluster > 1 && width > 32768) {
     const bool wide_clusters = device.largest_cluster >= 16;
@@ -65,10 +68,12 @@ inline TopkPlan topk_choice(const TopkDevice& device, int64_t rows, int64_t widt
 }
 
 inline TopkPlan topk_plan(const TopkDevice& device, int64_t rows, int64_t width, int64_t k) {
-  TopkPlan plan = topk_choice(device, rows, width);
+  TopkPlan plan = topk_choice(device, rows, width, k);
   if (plan.kernel == TopkKernel::direct) return plan;
   const int64_t bitmap = (width + 127) / 128 * 16, room = device.shared_bytes - kTopkFixedBytes - bitmap;  // bytes
-  plan.listed = static_cast<int>(std::min<int64_t>(room / 8, k <= 1024 ? 4096 : 8192) / 32 * 32);
+  // Columns above the bound: about k, and what a sample's bound lets through beside them, which grows with the width.
+  const int64_t listed = std::max<int64_t>(k <= 1024 ? 4096 : 8192, plan.kernel == TopkKernel::streamed ? 2 * k + width / 96 : 0);
+  plan.listed = static_cast<int>(std::min(room / 8, listed) / 32 * 32);
   if (plan.listed < kTopkFewestListed) return TopkPlan{TopkKernel::passes, 1024, 0, 1, 0, 0, 0};
   plan.bitmap_words = static_cast<int>(bitmap / 4);
   plan.shared_bytes = static_cast<int>(kTopkFixedBytes + bitmap + int64_t{8} * plan.listed);

@@ -160,6 +160,7 @@ def test_missed_cells_are_named_and_the_best_peer_is_the_fastest_right_one() -> 
     assert found["k 1024 and 2048, full rows: best peer over ours"]["missed"] == []
     assert [r["provider"] for r in found["wrong or not run"]] == ["wrong"]
     text = topk_summary.text(found, rows)
+    assert "geometric mean 1.428 (asked 1.5: missed)" in text
     assert "missed: full, 4 x 2048, k 512: 10.0 us, slow 10.2 us, ratio 1.02" in text and "wrong or not run: wrong" in text and "20.00 (2.00)" not in text and "10.00 (2.00)" in text
 
 
@@ -179,6 +180,9 @@ def test_own_ratios_of_values_and_ragged_rows() -> None:
     assert found["ragged, 256 rows: ours over ours of full rows"]["missed"][0]["ratio"] == 0.71
     assert found["ragged, fewer rows: ours over ours of full rows"]["missed"] == []
     assert "k 512, full rows: best peer over ours" not in found, "no peer was measured"
+    assert "topk_values: ours over ours of topk" not in found
+    part = topk_summary.summary([*rows, row("dsv4_ops", 13.5, op="topk_values")])["topk_values: ours over ours of topk"]
+    assert (part["largest"], part["limit"], part["missed"]) == (1.5, None, [])
 
 
 # ---- sanitizer -------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ WIDTHS = (0, 1, 100, 2048, 2049, 4096, 8192, 8193, 16384, 16385, 32768, 65536, 1
 DIRECT, RESIDENT, STREAMED, PASSES = range(4)
 BUILT = {
     DIRECT: {(512, 1), (512, 2), (512, 4), (512, 8), (1024, 4), (1024, 8)},
-    RESIDENT: {(512, 4), (512, 8), (1024, 2), (1024, 4), (1024, 8)},
+    RESIDENT: {(512, 2), (512, 4), (512, 8), (1024, 2), (1024, 4), (1024, 8)},
     STREAMED: {(512, 4), (1024, 2)},
     PASSES: {(1024, 0)},
 }
@@ -102,6 +102,7 @@ def test_case_A25_every_device_gets_a_launchable_plan() -> None:
                 assert words * 32 >= width and words % 4 == 0 and listed >= 1024, "a bit for each column, and room for candidates"
                 assert used >= 3 * 2048 * 4 + 4 * words + 8 * listed
     assert plan(232448, 16, 8, 2**20)[0] != PASSES, "a row of a million columns is read once on this chip"
+    assert plan(232448, 16, 8, 32768)[0] == RESIDENT and plan(232448, 16, 8, 32768, 2048)[0] == plan(101376, 1, 8, 32768)[0] == DIRECT
 
 
 # ---- draws ----------------------------------------------------------------------------------------------------------

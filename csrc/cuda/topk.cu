@@ -31,6 +31,8 @@ using namespace topk_kernels;
 
 constexpr int64_t kEagerColumns = int64_t{1} << 20;  // of all rows: below, reading dead columns costs less than waiting for lengths
 
+constexpr int kDevices = 64;
+
 struct Device {
   TopkDevice sizes;
   int index;
@@ -38,11 +40,10 @@ struct Device {
 
 // Sizes of the chip, asked for once.
 Device device_of(const Tensor& tensor) {
-  constexpr int kMany = 64;
-  static std::array<std::once_flag, kMany> asked;
-  static std::array<TopkDevice, kMany> known;
+  static std::array<std::once_flag, kDevices> asked;
+  static std::array<TopkDevice, kDevices> known;
   const int index = tensor.get_device_index();
-  DSV4_CHECK(index >= 0 && index < kMany, "topk: device index ", index, " is beyond ", kMany);
+  DSV4_CHECK(index >= 0 && index < kDevices, "topk: device index ", index, " is beyond ", kDevices);
   std::call_once(asked[index], [&] {
     int shared = 0, processors = 0, major = 0;
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
@@ -53,14 +54,26 @@ Device device_of(const Tensor& tensor) {
   return {known[index], index};
 }
 
-template <class Kernel>
-void launch(Kernel* kernel, const TopkPlan& plan, const Device& device, const Args& args, int64_t rows, cudaStream_t stream) {
+// `kernel` may take all of a block's shared memory and the largest clusters: said once for each device, for good.
+template <auto kernel>
+void allow_all(const Device& device) {
+  static std::array<std::once_flag, kDevices> said;
+  std::call_once(said[device.index], [&] {
+    cudaFuncAttributes own = {};
+    STD_CUDA_CHECK(cudaFuncGetAttributes(&own, kernel));
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(device.sizes.shared_bytes - static_cast<int64_t>(own.sharedSizeBytes))));
+    if (device.sizes.largest_cluster > 8) STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  });
+}
+
+template <auto kernel>
+void launch(const TopkPlan& plan, const Device& device, const Args& args, int64_t rows, cudaStream_t stream) {
+  if (plan.shared_bytes > 0) allow_all<kernel>(device);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(rows * plan.cluster));
   config.blockDim = dim3(plan.threads);
   config.dynamicSmemBytes = plan.shared_bytes;
   config.stream = stream;
-  if (plan.shared_bytes > 48 * 1024) STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes));
   cudaLaunchAttribute attributes[2] = {};
   config.attrs = attributes;
   if (device.sizes.largest_cluster > 1) {  // may be launched while the kernel before it ends: see wait_for_inputs
@@ -68,7 +81,6 @@ void launch(Kernel* kernel, const TopkPlan& plan, const Device& device, const Ar
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
   if (plan.cluster > 1) {
-    if (plan.cluster > 8) STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
     attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
   }
@@ -77,23 +89,23 @@ void launch(Kernel* kernel, const TopkPlan& plan, const Device& device, const Ar
 
 template <class Format>
 void launch_plan(const TopkPlan& plan, const Device& device, const Args& args, int64_t rows, cudaStream_t stream) {
-  const auto go = [&](auto* kernel) { launch(kernel, plan, device, args, rows, stream); };
   const auto is = [&](TopkKernel kernel, int threads, int vectors) { return plan.kernel == kernel && plan.threads == threads && plan.vectors == vectors; };
   using K = TopkKernel;
-  if (is(K::direct, 512, 1)) return go(&topk_direct<Format, 512, 1>);
-  if (is(K::direct, 512, 2)) return go(&topk_direct<Format, 512, 2>);
-  if (is(K::direct, 512, 4)) return go(&topk_direct<Format, 512, 4>);
-  if (is(K::direct, 512, 8)) return go(&topk_direct<Format, 512, 8>);
-  if (is(K::direct, 1024, 4)) return go(&topk_direct<Format, 1024, 4>);
-  if (is(K::direct, 1024, 8)) return go(&topk_direct<Format, 1024, 8>);
-  if (is(K::resident, 512, 4)) return go(&topk_listed<Format, 512, 4, false>);
-  if (is(K::resident, 512, 8)) return go(&topk_listed<Format, 512, 8, false>);
-  if (is(K::resident, 1024, 2)) return go(&topk_listed<Format, 1024, 2, false>);
-  if (is(K::resident, 1024, 4)) return go(&topk_listed<Format, 1024, 4, false>);
-  if (is(K::resident, 1024, 8)) return go(&topk_listed<Format, 1024, 8, false>);
-  if (is(K::streamed, 512, 4)) return go(&topk_listed<Format, 512, 4, true>);
-  if (is(K::streamed, 1024, 2)) return go(&topk_listed<Format, 1024, 2, true>);
-  if (plan.kernel == K::passes) return go(&topk_passes<Format, 1024>);
+  if (is(K::direct, 512, 1)) return launch<&topk_direct<Format, 512, 1>>(plan, device, args, rows, stream);
+  if (is(K::direct, 512, 2)) return launch<&topk_direct<Format, 512, 2>>(plan, device, args, rows, stream);
+  if (is(K::direct, 512, 4)) return launch<&topk_direct<Format, 512, 4>>(plan, device, args, rows, stream);
+  if (is(K::direct, 512, 8)) return launch<&topk_direct<Format, 512, 8>>(plan, device, args, rows, stream);
+  if (is(K::direct, 1024, 4)) return launch<&topk_direct<Format, 1024, 4>>(plan, device, args, rows, stream);
+  if (is(K::direct, 1024, 8)) return launch<&topk_direct<Format, 1024, 8>>(plan, device, args, rows, stream);
+  if (is(K::resident, 512, 2)) return launch<&topk_listed<Format, 512, 2, false>>(plan, device, args, rows, stream);
+  if (is(K::resident, 512, 4)) return launch<&topk_listed<Format, 512, 4, false>>(plan, device, args, rows, stream);
+  if (is(K::resident, 512, 8)) return launch<&topk_listed<Format, 512, 8, false>>(plan, device, args, rows, stream);
+  if (is(K::resident, 1024, 2)) return launch<&topk_listed<Format, 1024, 2, false>>(plan, device, args, rows, stream);
+  if (is(K::resident, 1024, 4)) return launch<&topk_listed<Format, 1024, 4, false>>(plan, device, args, rows, stream);
+  if (is(K::resident, 1024, 8)) return launch<&topk_listed<Format, 1024, 8, false>>(plan, device, args, rows, stream);
+  if (is(K::streamed, 512, 4)) return launch<&topk_listed<Format, 512, 4, true>>(plan, device, args, rows, stream);
+  if (is(K::streamed, 1024, 2)) return launch<&topk_listed<Format, 1024, 2, true>>(plan, device, args, rows, stream);
+  if (plan.kernel == K::passes) return launch<&topk_passes<Format, 1024>>(plan, device, args, rows, stream);
   DSV4_CHECK(false, "topk: no kernel for ", plan.threads, " threads of ", plan.vectors, " vectors");
 }
 
@@ -106,7 +118,7 @@ void run(const char* op, const Tensor& logits, const Tensor& lengths, int64_t k,
   const int64_t rows = logits.size(0), limit = max_seq_len ? std::min(logits.size(1), *max_seq_len) : logits.size(1);
   if (rows == 0) return;
   const Device device = device_of(logits);
-  TopkPlan plan = topk_plan(device.sizes, rows, limit, k);
+  const TopkPlan plan = topk_plan(device.sizes, rows, limit, k);
   DSV4_CHECK(rows * plan.cluster <= std::numeric_limits<int32_t>::max(), op, ": ", rows, " rows are more than one launch takes");
   Args args = {};
   args.logits = logits.const_data_ptr(), args.row_stride = logits.stride(0);

@@ -12,6 +12,7 @@ namespace dsv4_ops::topk_kernels {
 constexpr unsigned kAll = 0xffffffffu;
 constexpr uint32_t kNaN = 0x7fffffffu;
 constexpr uint32_t kLowest = 0x007fffffu;  // key of -inf
+constexpr uint32_t kHighest = 0xff800000u;  // of +inf
 constexpr int kBins = kTopkBins;
 constexpr int kFew = 32;  // candidates that are ranked by comparing all pairs, one in a lane
 
@@ -320,10 +321,10 @@ struct Cut {
 __device__ __forceinline__ Cut rank_few(const Shared& shared, int count, int wanted, int lane, uint2& own) {
   own = lane < count ? shared.few[lane] : uint2{0, 0x7fffffffu};
   int rank = 0;
-#pragma unroll 1
+#pragma unroll 4
   for (int other = 0; other < count; ++other) {
-    const uint32_t key = __shfl_sync(kAll, own.x, other), column = __shfl_sync(kAll, own.y, other);
-    rank += key > own.x || (key == own.x && column < own.y);
+    const uint2 its = shared.few[other];
+    rank += its.x > own.x || (its.x == own.x && its.y < own.y);
   }
   const int last = __ffs(__ballot_sync(kAll, lane < count && rank == wanted - 1)) - 1;
   return Cut{__shfl_sync(kAll, own.x, last), static_cast<int>(__shfl_sync(kAll, own.y, last))};

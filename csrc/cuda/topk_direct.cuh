@@ -52,10 +52,12 @@ __device__ __forceinline__ Cut cut_of(Shared& shared, const Search& search, cons
   return Cut{search.low, column_of_equal<kThreads>(shared, search.low, search.wanted, each_vector)};
 }
 
-// The columns of a warp's vectors that the bits of `mask` name (four a vector, of each lane), in order from `place` on.
-template <int kVectors>
-__device__ __forceinline__ void place_columns(int32_t* target, uint32_t mask, int place, int first, int lane) {
+// Bits of a warp's vectors (four a vector, of each lane): use(i, how many of the warp's come before the lane's own of vector
+// i, in column order) for each vector.
+template <int kVectors, class Use>
+__device__ __forceinline__ void each_start(uint32_t mask, int lane, const Use& use) {
   constexpr int kPacked = 4;  // counts of that many vectors fit one word: 128 columns at most each
+  int start = 0;
 #pragma unroll
   for (int from = 0; from < kVectors; from += kPacked) {
     uint32_t own = 0;
@@ -64,39 +66,34 @@ __device__ __forceinline__ void place_columns(int32_t* target, uint32_t mask, in
     const uint32_t through = scan(static_cast<int>(own), lane), all = __shfl_sync(kAll, through, 31), before = through - own;
 #pragma unroll
     for (int i = from; i < from + kPacked && i < kVectors; ++i) {
-      int at = place + static_cast<int>((before >> (8 * (i - from))) & 255u);
-      place += static_cast<int>((all >> (8 * (i - from))) & 255u);
-#pragma unroll
-      for (int j = 0; j < kTopkColumns; ++j) {
-        put_if(mask & (1u << (kTopkColumns * i + j)), target, at, first + i * kSegment + j);
-      }
+      use(i, start + static_cast<int>((before >> (8 * (i - from))) & 255u));
+      start += static_cast<int>((all >> (8 * (i - from))) & 255u);
     }
   }
 }
 
-// Of bits of a warp's vectors (as in place_columns), the first `left` in column order.
+// The columns that the bits of `mask` name, in order from `place` on.
+template <int kVectors>
+__device__ __forceinline__ void place_columns(int32_t* target, uint32_t mask, int place, int first, int lane) {
+  each_start<kVectors>(mask, lane, [&](int i, int start) {
+    int at = place + start;
+#pragma unroll
+    for (int j = 0; j < kTopkColumns; ++j) put_if(mask & (1u << (kTopkColumns * i + j)), target, at, first + i * kSegment + j);
+  });
+}
+
+// The first `left` bits in column order.
 template <int kVectors>
 __device__ __forceinline__ uint32_t first_bits(uint32_t mask, int left, int lane) {
-  constexpr int kPacked = 4;
   uint32_t kept = 0;
+  each_start<kVectors>(mask, lane, [&](int i, int start) {
 #pragma unroll
-  for (int from = 0; from < kVectors; from += kPacked) {
-    uint32_t own = 0;
-#pragma unroll
-    for (int i = from; i < from + kPacked && i < kVectors; ++i) own |= __popc((mask >> (kTopkColumns * i)) & 15u) << (8 * (i - from));
-    const uint32_t through = scan(static_cast<int>(own), lane), all = __shfl_sync(kAll, through, 31), before = through - own;
-#pragma unroll
-    for (int i = from; i < from + kPacked && i < kVectors; ++i) {
-      int start = static_cast<int>((before >> (8 * (i - from))) & 255u);
-#pragma unroll
-      for (int j = 0; j < kTopkColumns; ++j) {
-        const uint32_t bit = mask & (1u << (kTopkColumns * i + j));
-        if (start < left) kept |= bit;
-        start += bit != 0;
-      }
-      left -= static_cast<int>((all >> (8 * (i - from))) & 255u);
+    for (int j = 0; j < kTopkColumns; ++j) {
+      const uint32_t bit = mask & (1u << (kTopkColumns * i + j));
+      if (start < left) kept |= bit;
+      start += bit != 0;
     }
-  }
+  });
   return kept;
 }
 
@@ -107,27 +104,33 @@ __device__ __forceinline__ void rank_direct(Shared& shared, const Args& args, co
   constexpr int kWarps = kThreads / 32, kWarpColumns = kVectors * kSegment;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 
-  // Threads with a column in the row are groups of columns, each with a maximum; so are vectors, where k is more than the
-  // threads. Where it is more than those, the smallest score serves. (-inf aside: many rows have it, and it has no
-  // distance to anything.)
-  const int threads = row.length / kWarpColumns * 32 + min(32, (row.length % kWarpColumns + kTopkColumns - 1) / kTopkColumns);
-  const bool by_thread = threads >= args.k, by_vector = (row.length + kTopkColumns - 1) / kTopkColumns >= args.k;
-  float most = __uint_as_float(kNaN);
+  // Threads with a column in the row are groups of columns, each with a maximum; so are halves of a thread's vectors, and
+  // vectors, where k is more than the threads. Where it is more than those, the smallest score serves. (-inf aside: many
+  // rows have it, and it has no distance to anything.)
+  constexpr int kHalf = (kVectors + 1) / 2;
+  const int whole = row.length / kWarpColumns * 32, rest = row.length % kWarpColumns;  // warps' lanes; columns of the next warp
+  const auto lanes = [](int columns) { return max(0, min(32, (columns + kTopkColumns - 1) / kTopkColumns)); };
+  const int threads = whole + lanes(rest), halves = threads + whole + lanes(rest - kHalf * kSegment);
+  float of_half[2] = {__uint_as_float(kNaN), __uint_as_float(kNaN)};
+  const auto of_vector = [&](int i) { return fmaxf(fmaxf(score[i][0], score[i][1]), fmaxf(score[i][2], score[i][3])); };
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-    for (int j = 0; j < kTopkColumns; ++j) most = fmaxf(most, score[i][j]);
-  }
-  uint32_t largest = key_of(most), smallest = largest > kLowest ? largest : kAll;
-  if (!by_thread) {
+  for (int i = 0; i < kVectors; ++i) of_half[i / kHalf] = fmaxf(of_half[i / kHalf], of_vector(i));
+  uint32_t largest = key_of(fmaxf(of_half[0], of_half[1])), smallest = largest > kLowest ? largest : kAll;
+  if (threads < args.k) {
     float least = __uint_as_float(0x7f800000u);
+    const auto consider = [&](float one) {
+      if (one > score_of(kLowest)) least = fminf(least, one);
+    };
+    if (kVectors > 1 && halves >= args.k) {
+      consider(of_half[0]), consider(of_half[1]);
+    } else if ((row.length + kTopkColumns - 1) / kTopkColumns >= args.k) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const float of_vector = fmaxf(fmaxf(score[i][0], score[i][1]), fmaxf(score[i][2], score[i][3]));
+      for (int i = 0; i < kVectors; ++i) consider(of_vector(i));
+    } else {
 #pragma unroll
-      for (int j = 0; j < kTopkColumns; ++j) {
-        const float one = by_vector ? of_vector : score[i][j];
-        if (one > score_of(kLowest)) least = fminf(least, one);
+      for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+        for (int j = 0; j < kTopkColumns; ++j) consider(score[i][j]);
       }
     }
     smallest = key_of(least);
@@ -149,8 +152,16 @@ __device__ __forceinline__ void rank_direct(Shared& shared, const Args& args, co
     found = find_bin<kThreads>(shared, 0, args.k);
   }
   const uint32_t bin = found.bin;
-  uint32_t inside = 0;  // in the part that holds the k-th largest; `mask`: above it
-  if (found.bin >= 0) {
+  const bool one_score = smallest == largest;  // -inf aside
+  uint32_t inside = 0;                         // in the part that holds the k-th largest; `mask`: above it
+  if (one_score) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+      for (int j = 0; j < kTopkColumns; ++j) inside |= score[i][j] == score_of(largest) ? 1u << (kTopkColumns * i + j) : 0u;
+    }
+    __syncthreads();  // block_range is called again
+  } else if (found.bin >= 0) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
@@ -173,16 +184,16 @@ __device__ __forceinline__ void rank_direct(Shared& shared, const Args& args, co
     __syncthreads();
     uint2 own;
     const Cut cut = rank_few(shared, found.count, args.k - found.before, lane, own);
-    unsigned chosen = __ballot_sync(kAll, lane < found.count && cut.selects(own.x, own.y));
-    place = __reduce_add_sync(kAll, lane < warp ? shared.counts[lane] : 0);
+    const bool chosen = lane < found.count && cut.selects(own.x, own.y);
+    const int at = static_cast<int>(own.y) - warp * kWarpColumns;  // in the warp's columns
+    place = __reduce_add_sync(kAll, lane < warp ? shared.counts[lane] : 0) + __popc(__ballot_sync(kAll, chosen && at < 0));
 #pragma unroll 1
-    for (; chosen != 0; chosen &= chosen - 1) {
-      const int at = static_cast<int>(__shfl_sync(kAll, own.y, __ffs(chosen) - 1)) - warp * kWarpColumns;  // in the warp's columns
-      place += at < 0;
-      if (at >= 0 && at < kWarpColumns && at % kSegment / kTopkColumns == lane) mask |= 1u << (at / kSegment * kTopkColumns + at % kTopkColumns);
+    for (unsigned mine = __ballot_sync(kAll, chosen && at >= 0 && at < kWarpColumns); mine != 0; mine &= mine - 1) {
+      const int its = __shfl_sync(kAll, at, __ffs(mine) - 1);
+      if (its % kSegment / kTopkColumns == lane) mask |= 1u << (its / kSegment * kTopkColumns + its % kTopkColumns);
     }
     done = true;
-  } else if (found.bin >= 0) {  // equal scores? then the first columns of them
+  } else if (found.bin >= 0 || one_score) {  // equal scores? then the first columns of them
     uint32_t low = kAll, high = 0;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -194,15 +205,16 @@ __device__ __forceinline__ void rank_direct(Shared& shared, const Args& args, co
     const int above = __reduce_add_sync(kAll, __popc(mask)), equal = __reduce_add_sync(kAll, __popc(inside));
     if (lane == 0) shared.counts[warp] = above, shared.totals[warp] = equal;
     block_range<kThreads>(shared, low, high);
-    if (low == high) {
-      const int wanted = args.k - found.before, equal_before = __reduce_add_sync(kAll, lane < warp ? shared.totals[lane] : 0u);
+    const int wanted = args.k - found.before, equals = lane < kWarps ? static_cast<int>(shared.totals[lane]) : 0;
+    if (low == high && __reduce_add_sync(kAll, equals) >= wanted) {
+      const int equal_before = __reduce_add_sync(kAll, lane < warp ? equals : 0);
       place = __reduce_add_sync(kAll, lane < warp ? shared.counts[lane] : 0) + min(equal_before, wanted);
       mask |= first_bits<kVectors>(inside, wanted - equal_before, lane);
       done = true;
     }
     smallest = low, largest = high;
   }
-  if (!done) {  // many scores close together, infinities, one score alone, or no more numbers than k
+  if (!done) {  // many scores close together, infinities, few of one score, or no more numbers than k
     const auto each_vector = [&](const auto& use) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -211,19 +223,7 @@ __device__ __forceinline__ void rank_direct(Shared& shared, const Args& args, co
       }
     };
     Search search{1, kAll, args.k, 1};
-    if (found.bin >= 0) {
-      search.low = smallest, search.high = largest, search.wanted -= found.before;
-    } else if (smallest == largest) {  // one score, and perhaps -inf
-      int equal = 0;
-      each_vector([&](int, const uint32_t(&key)[kTopkColumns]) {
-#pragma unroll
-        for (int j = 0; j < kTopkColumns; ++j) equal += key[j] == largest;
-      });
-      equal = __reduce_add_sync(kAll, equal);
-      if (lane == 0) shared.counts[warp] = equal;
-      __syncthreads();
-      if (__reduce_add_sync(kAll, lane < kWarps ? shared.counts[lane] : 0) >= args.k) search.low = search.high = largest;
-    }
+    if (found.bin >= 0) search.low = smallest, search.high = largest, search.wanted -= found.before;
     mask = 0;
     Cut cut{1, 0x7fffffff};
     if (row.length > args.k) {

@@ -57,23 +57,43 @@ __device__ __forceinline__ T* in_first_block(T* local) {
 #endif
 }
 
-// The words of a bitmap that hold a warp's 128 columns, each lane telling of four.
-__device__ __forceinline__ uint32_t bitmap_word(const bool (&bit)[kTopkColumns], int lane) {
-  uint32_t word = 0;
-#pragma unroll
-  for (int j = 0; j < kTopkColumns; ++j) word |= static_cast<uint32_t>(bit[j]) << j;
-  word <<= lane % 8 * kTopkColumns;
-#pragma unroll
-  for (int lanes = 1; lanes < 8; lanes *= 2) word |= __shfl_xor_sync(kAll, word, lanes);
-  return word;
-}
-
 __device__ __forceinline__ void list_if(uint32_t condition, uint32_t& at, float score, int column) {  // as put_if
   asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p st.shared.v2.b32 [%0], {%2, %3}; @p add.u32 %0, %0, 8;}" : "+r"(at) : "r"(condition), "r"(__float_as_uint(score)), "r"(column) : "memory");
 }
 
-// Of a warp's vectors, the columns above the bound to the block's list and those equal to it to its bitmap.
+// Of a warp's vectors, the columns equal to the bound: listed apart, while a block has few of them, else marked.
 // `column_of(i)` is the lane's first column of vector i.
+template <int kVectors, class ColumnOf>
+__device__ __forceinline__ void mark_equal(ListedShared& shared, uint32_t* bitmap, float bound, const float (&score)[kVectors][kTopkColumns], int lane, const ColumnOf& column_of) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+    for (int j = 0; j < kTopkColumns; ++j) bits |= score[i][j] == bound ? 1u << (kTopkColumns * i + j) : 0u;
+  }
+  const int own = __popc(bits), count = __reduce_add_sync(kAll, own);
+  int start = 0;
+  if (lane == 0) start = atomicAdd(&shared.equal, count);
+  start = __shfl_sync(kAll, start, 0);
+  if (start + count <= kFewEqual) {
+    int place = start + scan(own, lane) - own;
+#pragma unroll 1
+    for (; bits != 0; bits &= bits - 1) {
+      const int bit = __ffs(bits) - 1;
+      shared.equal_columns[0][place++] = static_cast<int>(column_of(bit / kTopkColumns)) + bit % kTopkColumns;
+    }
+  } else {
+    if (lane == 0 && start < kFewEqual) shared.equal_listed = start;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const uint32_t four = (bits >> (kTopkColumns * i)) & 15u;
+      const int column = static_cast<int>(column_of(i));
+      if (four != 0) atomicOr(&bitmap[column / 32], four << (column % 32));
+    }
+  }
+}
+
+// Of a warp's vectors, the columns above the bound to the block's list and those equal to it to its bitmap.
 template <int kVectors, class ColumnOf>
 __device__ __forceinline__ void list_columns(ListedShared& shared, uint2* list, int size, uint32_t* bitmap, float bound, const float (&score)[kVectors][kTopkColumns], int lane, const ColumnOf& column_of) {
   uint32_t mask = 0;
@@ -100,59 +120,44 @@ __device__ __forceinline__ void list_columns(ListedShared& shared, uint2* list, 
       for (int j = 0; j < kTopkColumns; ++j) list_if(mask & (1u << (kTopkColumns * i + j)), at, score[i][j], column + j);
     }
   }
-  if (__any_sync(kAll, equal)) {  // listed apart, while a block has few of them, else marked
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-      for (int j = 0; j < kTopkColumns; ++j) bits |= score[i][j] == bound ? 1u << (kTopkColumns * i + j) : 0u;
-    }
-    const int own = __popc(bits), count = __reduce_add_sync(kAll, own);
-    int start = 0;
-    if (lane == 0) start = atomicAdd(&shared.equal, count);
-    start = __shfl_sync(kAll, start, 0);
-    if (start + count <= kFewEqual) {
-      int place = start + scan(own, lane) - own;
+  if (__any_sync(kAll, equal)) mark_equal(shared, bitmap, bound, score, lane, column_of);
+}
+
+// A warp's equal share of the words of a bitmap, and how many bits are set in it. By all threads.
+struct Share {
+  int begin, end, count;
+};
+
+template <int kThreads>
+__device__ __forceinline__ Share share_of(ListedShared& shared, const uint32_t* bitmap, int words) {  // counts: in shared.counts
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int each = (words + kThreads / 32 - 1) / (kThreads / 32), begin = warp * each, end = min(begin + each, words);
+  int count = 0;
 #pragma unroll 1
-      for (; bits != 0; bits &= bits - 1) {
-        const int bit = __ffs(bits) - 1;
-        shared.equal_columns[0][place++] = static_cast<int>(column_of(bit / kTopkColumns)) + bit % kTopkColumns;
-      }
-    } else {
-      if (lane == 0 && start < kFewEqual) shared.equal_listed = start;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const uint32_t four = (bits >> (kTopkColumns * i)) & 15u;
-        const int column = static_cast<int>(column_of(i));
-        if (four != 0) atomicOr(&bitmap[column / 32], four << (column % 32));
-      }
-    }
-  }
+  for (int i = begin + lane; i < end; i += 32) count += __popc(bitmap[i]);
+  count = __reduce_add_sync(kAll, count);
+  if (lane == 0) shared.counts[warp] = count;
+  __syncthreads();
+  return {begin, end, count};
 }
 
 // The first `wanted` set bits stay.
 template <int kThreads>
 __device__ __noinline__ void keep_first(ListedShared& shared, uint32_t* bitmap, int words, int wanted) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int share = (words + kThreads / 32 - 1) / (kThreads / 32), begin = warp * share, end = min(begin + share, words);
-  int count = 0;
+  const Share share = share_of<kThreads>(shared, bitmap, words);
+  int before = __reduce_add_sync(kAll, lane < warp ? shared.counts[lane] : 0);
+  if (before + share.count <= wanted) return;
 #pragma unroll 1
-  for (int i = begin + lane; i < end; i += 32) count += __popc(bitmap[i]);
-  count = __reduce_add_sync(kAll, count);
-  if (lane == 0) shared.warp_low[warp] = count;
-  __syncthreads();
-  int before = __reduce_add_sync(kAll, lane < warp ? shared.warp_low[lane] : 0);
-  if (before + count <= wanted) return;
-#pragma unroll 1
-  for (int i = begin; i < end; i += 32) {
-    uint32_t word = i + lane < end ? bitmap[i + lane] : 0;
+  for (int i = share.begin; i < share.end; i += 32) {
+    uint32_t word = i + lane < share.end ? bitmap[i + lane] : 0;
     const int own = __popc(word), through = scan(own, lane);
     int left = min(own, max(0, wanted - (before + through - own)));
     before += __shfl_sync(kAll, through, 31);
     uint32_t kept = 0;
 #pragma unroll 1
     for (; left > 0; --left, word &= word - 1) kept |= word & (0 - word);
-    if (i + lane < end) bitmap[i + lane] = kept;
+    if (i + lane < share.end) bitmap[i + lane] = kept;
   }
 }
 
@@ -160,20 +165,13 @@ __device__ __noinline__ void keep_first(ListedShared& shared, uint32_t* bitmap, 
 template <class Format, int kThreads>
 __device__ __noinline__ void emit_bitmap(ListedShared& shared, const Args& args, const Row<Format>& row, const uint32_t* bitmap) {  // the first k
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int words = (row.length + 31) / 32, share = (words + kThreads / 32 - 1) / (kThreads / 32);
-  const int begin = warp * share, end = min(begin + share, words);
-  int32_t* const target = row.target(args, shared.columns);
-  int count = 0;
-#pragma unroll 1
-  for (int i = begin + lane; i < end; i += 32) count += __popc(bitmap[i]);
-  count = __reduce_add_sync(kAll, count);
-  if (lane == 0) shared.counts[warp] = count;
-  __syncthreads();
+  const Share share = share_of<kThreads>(shared, bitmap, (row.length + 31) / 32);
   const int counts = lane < kThreads / 32 ? shared.counts[lane] : 0;
   int place = __reduce_add_sync(kAll, lane < warp ? counts : 0);
+  int32_t* const target = row.target(args, shared.columns);
 #pragma unroll 1
-  for (int i = begin; i < end; i += 32) {
-    uint32_t word = i + lane < end ? bitmap[i + lane] : 0;
+  for (int i = share.begin; i < share.end; i += 32) {
+    uint32_t word = i + lane < share.end ? bitmap[i + lane] : 0;
     if (!__any_sync(kAll, word != 0)) continue;
     const int own = __popc(word), through = scan(own, lane);
     int at = place + through - own;
@@ -296,18 +294,21 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
   }
   const int length = row.length;
   if (length <= kTile * kVectors) {
+    let_next_kernel_begin();
     if (rank > 0) return;  // cluster barriers no longer count a block that has left
     constexpr int kFewVectors = kVectors < 2 ? kVectors : 2;
     return length <= kTile * kFewVectors ? load_and_rank<Format, kThreads, kFewVectors>(shared, args, row) : load_and_rank<Format, kThreads, kVectors>(shared, args, row);
   }
-  const int mine = static_cast<int>((length + together - 1) / together), looked_at = kStream ? min(mine, kVectors) : mine;  // tiles
+  const int mine = static_cast<int>((length + together - 1) / together);  // tiles
   if (!kStream && args.eager) {
     if (length < args.limit) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        const int left = static_cast<int>(min(int64_t{kTopkColumns}, length - column_of(i)));
+        const int left = length - static_cast<int>(column_of(i));
+        if (left < kTopkColumns) {
 #pragma unroll
-        for (int j = 0; j < kTopkColumns; ++j) held[i][j] = j < left ? held[i][j] : __uint_as_float(kNaN);
+          for (int j = 0; j < kTopkColumns; ++j) held[i][j] = j < left ? held[i][j] : __uint_as_float(kNaN);
+        }
       }
     }
   } else {
@@ -323,18 +324,20 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
   constexpr int kAhead = 4;
   using Vector = typename Format::Vector;
   Vector ahead[kAhead] = {};
-  const int whole = kStream && row.aligned ? static_cast<int>(length / together) / kAhead * kAhead : 0;  // tiles full of columns, in fours
-  const auto vector_at = [&](int tile) { return __ldg(reinterpret_cast<const Vector*>(row.scores + column_of(tile))); };
-  if (kStream && whole > 0) {
+  const int step = static_cast<int>(together), whole = kStream && row.aligned ? length / (step * kAhead) * kAhead : 0;  // tiles full of columns, in fours
+  const Vector* next = reinterpret_cast<const Vector*>(row.scores + column_of(0));
+  const auto take = [&] {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) ahead[i] = vector_at(i);
-  }
+    for (int i = 0; i < kAhead; ++i, next += step / kTopkColumns) ahead[i] = __ldg(next);
+  };
+  if (kStream && whole > 0) take();
 
   // The bound. `rank_wanted` winners at most should lie in what this block looked at: all of them, or as many as chance
   // (five standard deviations above the mean) and winners side by side (a chunk) may put there.
   int rank_wanted = args.k;
-  if (blocks > 1 || looked_at < mine) {
-    const float mean = static_cast<float>(args.k) * looked_at * kTile / static_cast<float>(length);
+  const int own_columns = ((length + kChunk - 1) / kChunk - rank + blocks - 1) / blocks * kChunk, looked_columns = min(own_columns, kVectors * kTile);
+  if (blocks > 1 || looked_columns < own_columns) {
+    const float mean = static_cast<float>(args.k) * looked_columns / static_cast<float>(length);
     rank_wanted = min(args.k, static_cast<int>(mean + max(5.0f * sqrtf(mean), static_cast<float>(kChunk))) + 6);
   }
   const bool by_vector = rank_wanted * 2 > kThreads;  // groups of four columns, else all of a thread
@@ -351,7 +354,7 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
   uint32_t smallest = kAll, most = 0;
   each_group([&](float score) {
     const uint32_t key = key_of(score);
-    most = max(most, key);
+    if (key < kHighest) most = max(most, key);
     if (key > kLowest) smallest = min(smallest, key);
   });
   block_range<kThreads>(shared, smallest, most);
@@ -387,7 +390,7 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
     above = __reduce_add_sync(kAll, above);
     if (lane == 0 && above > 0) atomicAdd(&shared.above, above);
     __syncthreads();
-    if (shared.above > 2 * rank_wanted + kChunk && bound < most) {
+    if (static_cast<float>(shared.above) * own_columns > 0.75f * looked_columns * segment_size && bound < most) {
       const Linear linear(guess, score_of(most));
       clear_histogram<kThreads>(shared, 2);
       if (threadIdx.x == 0) shared.bound = kAll;
@@ -415,8 +418,7 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) row.load(now[i], column_of(tile + i), tile + i < mine ? length : 0);
       } else if (tile + kAhead < whole) {
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) ahead[i] = vector_at(tile + kAhead + i);
+        take();
       }
       list_columns(shared, list, segment_size, bitmap, bound_score, now, lane, [&](int i) { return column_of(tile + i); });
     }
@@ -442,9 +444,7 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
     if (shared.equal > equal_listed) {
       uint32_t* const first_bitmap = in_first_block(bitmap);
 #pragma unroll 1
-      for (int word = threadIdx.x; word < args.bitmap_words; word += kThreads) {
-        if (word % blocks == rank) first_bitmap[word] = bitmap[word];
-      }
+      for (int word = threadIdx.x * blocks + rank; word < args.bitmap_words; word += kThreads * blocks) first_bitmap[word] = bitmap[word];
     }
     cluster_arrive();
     return;
@@ -504,17 +504,18 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
       });
     }
   }
+  const auto unmark = [&](uint32_t kept) {  // the words of blocks with another bound
+#pragma unroll 1
+    for (int base = warp * 32; base < args.bitmap_words; base += kThreads) {
+      const uint32_t its_bound = __shfl_sync(kAll, block_bound, (base + lane) % blocks);
+      if (its_bound != kept && base + lane < args.bitmap_words) bitmap[base + lane] = 0;
+    }
+  };
   if (!few && search.count >= 0 && search.count < search.wanted) {
     // All above the bound, and the first columns at it: marked, listed apart, or listed, where a block's bound is lower.
     __syncthreads();
     if (threadIdx.x == 0) shared.equal = 0;
-    if (marks) {
-#pragma unroll 1
-      for (int base = warp * 32; base < args.bitmap_words; base += kThreads) {
-        const uint32_t its_bound = __shfl_sync(kAll, block_bound, (base + lane) % blocks);
-        if (its_bound != bound && base + lane < args.bitmap_words) bitmap[base + lane] = 0;
-      }
-    }
+    if (marks) unmark(bound);
     __syncthreads();
     if (threadIdx.x < blocks * kFewEqual) {
       const int block = threadIdx.x / kFewEqual, at = threadIdx.x % kFewEqual;
@@ -565,8 +566,7 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
   };
 
   if (marks) {  // the bound is not the cut: none are wanted
-#pragma unroll 1
-    for (int i = threadIdx.x; i < args.bitmap_words; i += kThreads) bitmap[i] = 0;
+    unmark(0);
     __syncthreads();
   }
   Cut cut{search.low, 0x7fffffff};
@@ -618,7 +618,7 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
     const uint2 entry = base + lane < of_listed ? list[of * segment_size + base + lane] : uint2{kNaN, 0};
     const int column = static_cast<int>(entry.y);
     int at = place_of(column);
-#pragma unroll 1
+#pragma unroll 4
     for (int i = 0; i < some; ++i) at += __shfl_sync(kAll, chosen_column, i) < entry.y;
     if (cut.selects(key_of(__uint_as_float(entry.x)), column)) target[at] = column;
   }

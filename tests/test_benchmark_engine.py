@@ -72,6 +72,8 @@ def test_a_part_that_fails_is_a_row_and_the_next_one_runs(tmp_path: Path, monkey
     assert document["rows"][0]["error"] == "RuntimeError: no such kernel" and set(document["seconds"]) == {"soak", "shipped"}
     with pytest.raises(SystemExit):
         benchmark.main(["--device", "cpu", "--parts", "shiped"])
+    assert benchmark.main(["--device", "cpu", "--parts", "soak,shipped", "--seconds", "-1"]) == 0
+    assert all("--seconds were over" in row["skipped"] for row in json.loads(written.read_text())["rows"])
 
 
 def test_tokens_are_compared_with_the_cpus() -> None:

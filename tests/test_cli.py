@@ -507,6 +507,24 @@ def test_close_rows_pass_and_are_counted(model: Path, requests: Path, engines: d
     assert "close: mtp, token 3" in out and "0 different, 1 rows closer" in out
 
 
+def test_rounding_of_the_model_counts_as_that_of_its_cache(model: Path, requests: Path, engines: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """The same error of a row passes for a bfloat16 model and fails for a float32 one."""
+
+    def rounded_in_mtp(engine: FakeEngine, request: Request, position: int, row: torch.Tensor) -> torch.Tensor:
+        row = row.clone()
+        if request.temperature == 0 and position == 0:
+            row[:] = -8.0
+            row[100], row[101] = 1.0, 1.0 - 0.01 * (1 if engine.config.mode == "plain" else -1)
+        return row
+
+    engines["fault"] = rounded_in_mtp
+    config = json.loads((model / "config.json").read_text())
+    for dtype, code in (("float32", 1), ("bfloat16", 0)):
+        (model / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+        assert main(["run", str(requests), "--model", str(model), "--mode", "mtp", "--verify", "--max-tokens", "1"]) == code, capsys.readouterr().out
+        assert ("close: mtp" in capsys.readouterr().out) == (code == 0)
+
+
 # The small checkpoint.
 
 

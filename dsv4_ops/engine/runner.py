@@ -125,6 +125,8 @@ class Run:
             self.device = self._device()
             self.model = options.model or default_model()
             limits = _model_limits(self.model)
+            # What rounds more decides: the KV cache, or the model's own arithmetic.
+            self.error_limit = max(ERROR_LIMITS[options.kv_dtype], ERROR_LIMITS.get(str(_json(self.model / "config.json").get("dtype")), 0.0))
             self.tokenizer = load_tokenizer(self.model)
             self.max_model_len = min(options.max_model_len or MAX_MODEL_LEN, limits["max_position_embeddings"])
             self.file = read_requests(options.requests, self.tokenizer, max_model_len=self.max_model_len, max_tokens=options.max_tokens, vocab_size=limits["vocab_size"])
@@ -251,8 +253,7 @@ class Run:
             for request in requests:
                 got = completions[request.index].token_ids
                 if request.temperature == 0:
-                    limit = ERROR_LIMITS[self.options.kv_dtype]
-                    self.findings += verify_greedy(request, mode, got, plain_alone=self._remembered(alone(plain)), mode_alone=alone(engine), error_limit=limit)
+                    self.findings += verify_greedy(request, mode, got, plain_alone=self._remembered(alone(plain)), mode_alone=alone(engine), error_limit=self.error_limit)
                     self.checked["greedy"] += 1
                 else:
                     self.findings += verify_sampled(request, mode, got, mode_alone=alone(engine))

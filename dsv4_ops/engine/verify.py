@@ -24,7 +24,7 @@ from .requests import Completion, Request
 __all__ = ["ERROR_LIMITS", "Finding", "verify_greedy", "verify_sampled"]
 
 ERROR_LIMITS = {"float32": 2.0**-12, "bfloat16": 2.0**-4, "fp8": 2.0**-3}
-"""Largest error of a logit, relative to the row's largest, that is taken for rounding, by dtype of the KV cache."""
+"""Largest error of a logit, relative to the row's largest, that is taken for rounding, by dtype of the KV cache or of the model, whichever rounds more."""
 
 Serve = Callable[[Request], Completion]
 

@@ -1,4 +1,4 @@
-"""Faults forced on purpose, on a CPU (captured steps as tapes) and on a GPU (CUDA graphs): no token changes.
+"""Faults forced on purpose, on a CPU (captured steps as tapes) and on a GPU (CUDA graphs): no token changes, and logits by rounding only.
 
 Before every step all that the step must not read is filled with garbage: its static inputs, scratch of both lanes, the null block, and
 every page that no request holds, evicted ones included.
@@ -18,15 +18,18 @@ pytest.importorskip("transformers")
 from dsv4_ops.engine import executor, tiny
 from dsv4_ops.engine.config import EngineConfig
 from dsv4_ops.engine.engine import Engine
-from dsv4_ops.engine.requests import Request
+from dsv4_ops.engine.requests import Completion, Request
+from dsv4_ops.engine.verify import ERROR_LIMITS
 from dsv4_ops.errors import WorkspaceError
 from dsv4_ops.graphs import GraphPool
 from dsv4_ops.testing import TapeRecorder
 from tests.lane_campaign import fresh_manager, poison
 
 TEXT = ("The ferry left at seven, and nobody on the quay thought that it would be back before the spring. " * 4).encode()
-REQUESTS = [Request(i, tuple(TEXT[5 * i : 5 * i + n]), 10) for i, n in enumerate((1, 70, 200, 127))]
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64, "capture_sizes": (16, 64), "num_speculative_tokens": 3}
+REQUESTS = [Request(i, tuple(TEXT[5 * i : 5 * i + n]), tokens) for i, (n, tokens) in enumerate(((1, 28), (60, 12), (200, 10), (120, 14)))]
+SIZES: dict[str, Any] = {"record_logits": True, "max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64, "capture_sizes": (16, 64), "num_speculative_tokens": 3}
+GROWING = [Request(i, tuple(TEXT[5 * i : 5 * i + n]), 12) for i, n in enumerate((60, 58, 56, 120))]
+"""All of them need another page while they decode."""
 SMALL = {"num_window_blocks": 6, "num_compressed_blocks": 3, "num_draft_blocks": 7}
 DRAFTING = pytest.mark.parametrize("mode", ["mtp", "dspark"])
 
@@ -46,17 +49,27 @@ def manager(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield mine
 
 
-_truth: dict[tuple[str, int, int], list[list[int]]] = {}
+_truth: dict[Any, list[Completion]] = {}
 
 
-def truth(checkpoint: Path, device: str, requests: list[Request]) -> list[list[int]]:
+def truth(checkpoint: Path, device: str, requests: list[Request]) -> list[Completion]:
     """Plain decode of each request alone, without graphs."""
-    key = (device, len(requests), requests[-1].max_tokens)
+    key = (device, tuple(requests))
     if key not in _truth:
         engine = Engine(checkpoint, EngineConfig(device=device, enforce_eager=True, **(SIZES | {"capture_sizes": (64,)})))
         engine.executor.pool.recorder = None
-        _truth[key] = [engine.generate([request])[0].token_ids for request in requests]
+        _truth[key] = [engine.generate([request])[0] for request in requests]
     return _truth[key]
+
+
+def assert_right(got: list[Completion], expected: list[Completion]) -> None:
+    """The tokens, as far as each got, and the logits that they were chosen from: a lost or foreign key moves these long before a token."""
+    for mine, other in zip(got, expected, strict=True):
+        count = len(mine.token_ids)
+        assert count and mine.token_ids == other.token_ids[:count], f"request {mine.index}"
+        logits, wanted = torch.stack(mine.logits), torch.stack(other.logits[:count])
+        error = float((logits - wanted).abs().max() / wanted.abs().max())
+        assert error <= ERROR_LIMITS["float32"] / 8, f"request {mine.index}: logits off by {error:.1e}"
 
 
 def make(checkpoint: Path, device: str, mode: str, **config: Any) -> Engine:
@@ -107,7 +120,7 @@ def poisoned(engine: Engine) -> dict[str, int]:
 def test_padding_evicted_windows_and_scratch_are_never_read(mode: str, checkpoint: Path, device: str) -> None:
     engine = make(checkpoint, device, mode)
     seen = poisoned(engine)
-    assert [c.token_ids for c in engine.generate(REQUESTS)] == truth(checkpoint, device, REQUESTS)
+    assert_right(engine.generate(REQUESTS), truth(checkpoint, device, REQUESTS))
     assert seen["steps"] > 8 and seen["evicted"] > 0 and seen["padding"] > 0
     assert not any(step.recaptures for step in engine.executor.pool.report().steps)
 
@@ -116,7 +129,7 @@ def test_padding_evicted_windows_and_scratch_are_never_read(mode: str, checkpoin
 def test_small_pools_and_preemption(mode: str, checkpoint: Path, device: str) -> None:
     engine = make(checkpoint, device, mode, **SMALL)
     poisoned(engine)
-    assert [c.token_ids for c in engine.generate(REQUESTS)] == truth(checkpoint, device, REQUESTS)
+    assert_right(engine.generate(GROWING), truth(checkpoint, device, GROWING))
     assert engine.stats.preemptions > 0 and all(group.pool.num_free == group.pool.capacity for group in engine.groups.values())
 
 
@@ -134,8 +147,9 @@ def test_drain_from_64_requests_to_1_to_0_and_again(mode: str, checkpoint: Path,
     engine.executor.run = lambda step, sample: (running.append(int((sample.state_rows >= 0).sum())), run(step, sample))[1]  # type: ignore[method-assign]
     for _ in range(2):
         running.clear()
-        got = [c.token_ids for c in engine.generate(requests)]
-        assert got == [expected[i % 8][:length] for i, length in enumerate(lengths)]
+        got = engine.generate(requests)
+        assert [len(c.token_ids) for c in got] == lengths
+        assert_right(got, [expected[i % 8] for i in range(64)])
         assert max(running) == 64 and running[-1] == 1 and not engine.scheduler.has_work
     assert engine.step() == [], "a step of nothing but padding"
 
@@ -148,7 +162,8 @@ def test_draft_graphs_that_were_captured_larger_than_the_batch(mode: str, checkp
     exact = make(checkpoint, device, mode, max_num_seqs=1, capture_sizes=(1, 4), max_num_batched_tokens=64)
     seen = poisoned(large)
     (a,), (b,) = large.generate([request]), exact.generate([request])
-    assert a.token_ids == b.token_ids == truth(checkpoint, device, REQUESTS)[1]
+    for each in (a, b):
+        assert_right([each], truth(checkpoint, device, REQUESTS)[1:2])
     assert a.accepted_lengths == b.accepted_lengths and max(a.accepted_lengths) > 1
     assert seen["padding"] > 59 * (seen["steps"] - 2), "all but the prompt's steps have 4 tokens or fewer"
 
@@ -165,10 +180,10 @@ def test_growth_of_scratch_after_capture(mode: str, checkpoint: Path, device: st
             manager.get(((before + (1 << 20),), torch.uint8), lane=lane, op="late_op")
     assert manager.nbytes == before
     poisoned(engine)
-    assert [c.token_ids for c in engine.generate(REQUESTS)] == expected
+    assert_right(engine.generate(REQUESTS), expected)
     assert not any(step.recaptures for step in engine.executor.pool.report().steps)
     with manager.unlocked():
         for lane in range(engine.executor.num_lanes):
             manager.get(((before + (1 << 20),), torch.uint8), lane=lane, op="late_op")
-    assert [c.token_ids for c in engine.generate(REQUESTS)] == expected
+    assert_right(engine.generate(REQUESTS), expected)
     assert any(step.recaptures for step in engine.executor.pool.report().steps) == (before > 0)

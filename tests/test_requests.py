@@ -168,7 +168,7 @@ def test_shipped_requests(tmp_path: Path) -> None:
     file = read_requests(path, TOKENIZER, max_model_len=4096, vocab_size=VOCAB_SIZE)
     assert not file.problems and len(file.requests) == 8
     lengths = sorted(len(r.prompt_ids) for r in file.requests)
-    assert lengths[0] < 8 and 3500 <= lengths[-1] <= 4000
+    assert lengths[0] < 8 and 1400 <= lengths[-1] <= 2000, "the longest is past the window, the indexer's records and twenty pages"
     assert sum(r.temperature == 0 for r in file.requests) >= 3 and sum(r.temperature > 0 for r in file.requests) >= 3
 
 

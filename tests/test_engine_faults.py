@@ -28,9 +28,9 @@ from tests.lane_campaign import fresh_manager, poison
 TEXT = ("The ferry left at seven, and nobody on the quay thought that it would be back before the spring. " * 4).encode()
 REQUESTS = [Request(i, tuple(TEXT[5 * i : 5 * i + n]), tokens) for i, (n, tokens) in enumerate(((1, 28), (60, 12), (200, 10), (120, 14)))]
 SIZES: dict[str, Any] = {"record_logits": True, "max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64, "capture_sizes": (16, 64), "num_speculative_tokens": 3}
-GROWING = [Request(i, tuple(TEXT[5 * i : 5 * i + n]), 12) for i, n in enumerate((60, 58, 56, 120))]
-"""All of them need another page while they decode."""
-SMALL = {"num_window_blocks": 6, "num_compressed_blocks": 3, "num_draft_blocks": 7}
+GROWING = [Request(i, tuple(TEXT[5 * i : 5 * i + 14]), 12) for i in range(4)]
+"""All are admitted at once, and need another page of 16 tokens soon."""
+SMALL = {"window_block_size": 16, "num_window_blocks": 6}
 DRAFTING = pytest.mark.parametrize("mode", ["mtp", "dspark"])
 
 

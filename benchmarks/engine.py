@@ -1,8 +1,8 @@
 """The engine end to end: the shipped requests in all decode modes with every check on, a soak, steps a second with CUDA graphs and
 without, and where the time of a step goes, with our kernels and with PyTorch alone.
 
-Parts (``--parts``): ``shipped`` (the main job, on the shipped checkpoint) and ``soak``; on a GPU also ``like-cpu``, ``rates``, and with the attention of
-DeepSeek-V4-Flash ``flash`` (the shipped requests), ``flash-rates`` and ``profile``. Each is checked before it is believed: by ``--verify``, by
+Parts (``--parts``): ``shipped`` (the main job, on the shipped checkpoint) and ``soak``; on a GPU between them ``like-cpu``, with the attention of
+DeepSeek-V4-Flash ``flash`` (the shipped requests), ``profile`` and ``flash-rates``, and ``rates``. Each is checked before it is believed: by ``--verify``, by
 serving the soak's requests alone, and by equal tokens of all variants that are timed. The file is written after each part.
 """
 
@@ -414,11 +414,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work: dict[str, Callable[[], Iterator[Row]]] = {
         "shipped": lambda: shipped("shipped requests, shipped checkpoint"),
         "like-cpu": lambda: iter([like_cpu(model, device)]),
-        "soak": soaks,
-        "rates": lambda: step_rows("shipped checkpoint", model, device, ("plain", "dspark"), 300, 40),
         "flash": lambda: shipped("shipped requests, flash", "--model", str(flash), "--max-tokens", "6"),
-        "flash-rates": lambda: step_rows("flash", flash, device, ("plain", "dspark"), 2100, 20, "fp8"),
         "profile": lambda: iter([profile_row("flash", flash, device, "dspark", 2100, kv_dtype="fp8")]),
+        "flash-rates": lambda: step_rows("flash", flash, device, ("plain", "dspark"), 2100, 20, "fp8"),
+        "rates": lambda: step_rows("shipped checkpoint", model, device, ("plain", "dspark"), 300, 40),
+        "soak": soaks,
     }
     parts = options.parts.split(",") if options.parts else list(work) if gpu else ["shipped", "soak"]
     if unknown := set(parts) - set(work):

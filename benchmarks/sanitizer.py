@@ -5,12 +5,15 @@ op family, and ``STRESS`` calls that share a row among blocks. Inputs are made o
 tools see the kernels and nothing else; each tensor has an allocation of its own (PyTorch's caching would hide neighbours).
 A tool passes when it reports nothing *and* every result is right.
 
-SANITIZER_OPS and SANITIZER_TOOLS (comma-separated) narrow the run; SANITIZER_SECONDS (170) ends a tool; SANITIZER_LOGS names
-a folder for the tools' output. Without a tool, or on a machine that it refuses, the outcome is ``skipped`` with the reason.
+Each tool's calls are shared out to processes (``shares``), as many at once as the machine has cores: they start Python and compile
+kernels far longer than they compute. SANITIZER_OPS and SANITIZER_TOOLS (comma-separated) narrow the run; SANITIZER_SECONDS (170) ends it, and what
+was not finished by then is said; SANITIZER_LOGS names a folder for the tools' output. Without a tool, or on a machine that it
+refuses, the outcome is ``skipped`` with the reason.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import shutil
 import signal
@@ -159,13 +162,39 @@ def observed(op: Op, sample: Sample, device: str) -> list[torch.Tensor]:
     return [tensor.cpu().contiguous() for tensor in (*result, *(named[name] for name in op.mutates))]
 
 
-def run_cases(device: str) -> int:
-    """Inside a tool: all calls of all ops, each compared with the same op on the CPU; prints one line a wrong call and a sum."""
+CALLS = 40
+
+
+def shares(ops: list[Op]) -> list[list[str]]:
+    """What each process of a tool runs, about ``CALLS`` calls: whole ops, or parts of one (``topk 1/3``: every third call of it, from the second on)."""
+    counts = {op.name: sum(1 for _ in calls_of(op)) for op in ops}
+    parts = {name: -(-count // CALLS) for name, count in counts.items()}
+    found = [[f"{name} {i}/{n}"] for name, n in parts.items() if n > 1 for i in range(n)]
+    together: list[str] = []
+    for name, n in parts.items():
+        if n > 1:
+            continue
+        if together and sum(counts[other] for other in together) + counts[name] > CALLS:
+            found, together = [*found, together], []
+        together.append(name)
+    return [*found, together] if together else found
+
+
+def calls_of_share(share: str) -> tuple[Op, list[tuple[str, Sample]]]:
+    name, _, part = share.partition(" ")
+    op = next(op for op in testing.ops() if op.name == name)
+    first, step = map(int, part.split("/")) if part else (0, 1)
+    return op, list(calls_of(op))[first::step]
+
+
+def run_cases(device: str, share: list[str]) -> int:
+    """Inside a tool: all calls of a share, each compared with the same op on the CPU; prints one line a wrong call and a sum."""
     counts: dict[str, int] = {}
     wrong, start = 0, time.perf_counter()
-    for op in sorted(chosen_ops(), key=lambda op: op.backends["cuda"] != "c++"):  # those that wait for no compiler first
-        print(f"OP {op.name} after {time.perf_counter() - start:.1f} s", flush=True)
-        for kind, sample in calls_of(op):
+    for item in share:
+        print(f"OP {item} after {time.perf_counter() - start:.1f} s", flush=True)
+        op, calls = calls_of_share(item)
+        for kind, sample in calls:
             counts[kind] = counts.get(kind, 0) + 1
             try:
                 testing.assert_same(observed(op, sample, device), observed(op, sample, "cpu"), sample.label)
@@ -206,43 +235,43 @@ def outcome(tool: str, code: int | None, output: str, seconds: float) -> dict[st
     return row
 
 
-def run_tools(command: str, tools: list[str]) -> list[dict[str, Any]]:
-    """All tools at once, each in a process of its own: what they wait for most is the start of Python and CUDA."""
+def run_tools(command: str, tools: list[str], found: list[list[str]]) -> list[dict[str, Any]]:
+    """Every share under every tool, each in a process of its own; a row for each, tools in their order."""
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
     limit, start = float(os.environ.get("SANITIZER_SECONDS", "170")), time.perf_counter()
     folder = Path(os.environ.get("SANITIZER_LOGS") or tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
 
-    def begin(tool: str, options: tuple[str, ...]) -> None:
-        log = folder / f"{tool}.log"
+    def run(tool: str, options: tuple[str, ...], share: list[str], log: Path) -> int | None:
+        """Exit code, or None when the time was over."""
         with log.open("wb") as file:
-            arguments = [command, "--tool", tool, "--error-exitcode", str(ERRORS), *options, sys.executable, "-m", "benchmarks.sanitizer", "--calls"]
-            running[tool] = subprocess.Popen(arguments, cwd=results.ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True), log
-
-    for tool in tools:
-        begin(tool, TOOLS[tool])
-    rows = []
-    for tool in tools:
-        process, log = running[tool]
-        code: int | None
+            arguments = [command, "--tool", tool, "--error-exitcode", str(ERRORS), *options, sys.executable, "-m", "benchmarks.sanitizer", "--calls", *share]
+            process = subprocess.Popen(arguments, cwd=results.ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = process.wait(max(1.0, limit - (time.perf_counter() - start)))
-            if "unrecognised option" in log.read_text(errors="replace") or "unrecognized option" in log.read_text(errors="replace"):
-                begin(tool, ())  # another version of the tool: its defaults
-                process, log = running[tool]
-                code = process.wait(max(1.0, limit - (time.perf_counter() - start)))
+            return process.wait(max(1.0, limit - (time.perf_counter() - start)))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # the tool, and the program that it runs
             process.wait()
-            code = None
-        rows.append(outcome(tool, code, log.read_text(errors="replace"), time.perf_counter() - start))
-    return rows
+            return None
+
+    def row(tool: str, number: int) -> dict[str, Any]:
+        share, log, began = found[number], folder / f"{tool}-{number}.log", time.perf_counter()
+        code = run(tool, TOOLS[tool], share, log) if began - start < limit else None
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if "unrecognised option" in text or "unrecognized option" in text:
+            code = run(tool, (), share, log)  # another version of the tool: its defaults
+            text = log.read_text(errors="replace")
+        return {**outcome(tool, code, text, time.perf_counter() - began), "op": ", ".join(share)}
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        # Of all tools the first shares first: those of most calls.
+        work = {(tool, number): pool.submit(row, tool, number) for number in range(len(found)) for tool in tools}
+        return [work[tool, number].result() for tool in tools for number in range(len(found))]
 
 
 def main() -> int:
-    if sys.argv[1:] == ["--calls"]:
-        return run_cases("cuda")
+    if sys.argv[1:2] == ["--calls"]:
+        return run_cases("cuda", sys.argv[2:])
     if not torch.cuda.is_available():
         print("no CUDA device")
         return 1
@@ -251,7 +280,7 @@ def main() -> int:
     start = time.perf_counter()
     reason = "compute-sanitizer is not installed"
     missing: list[dict[str, Any]] = [{"op": "all", "case": tool, "provider": "dsv4_ops", "ok": False, "skipped": reason} for tool in tools]
-    rows = run_tools(command, tools) if command else missing
+    rows = run_tools(command, tools, shares(chosen_ops())) if command else missing
     ops = {op.name: {"backend": op.backends["cuda"], "calls": sum(1 for _ in calls_of(op))} for op in chosen_ops()}
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout.strip().splitlines() if command else []
     method = "each tool over all calls of ops with a CUDA kernel; PYTORCH_NO_CUDA_MEMORY_CACHING=1; results compared with the same op on the CPU"

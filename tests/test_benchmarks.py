@@ -201,8 +201,8 @@ def test_sanitizer_calls_stay_within_what_was_promised() -> None:
 
 
 def test_sanitizer_compares_results_and_written_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("SANITIZER_OPS", "mtp_context_lens, kv_cache_insert")
-    assert sanitizer.run_cases("cpu") == 0
+    share = ["mtp_context_lens", "kv_cache_insert"]
+    assert sanitizer.run_cases("cpu", share) == 0
     count = sum(len(testing.samples(name)) for name in ("mtp_context_lens", "kv_cache_insert"))
     assert f"CALLS {count} WRONG 0 IN" in capsys.readouterr().out
     right, turn = sanitizer.observed, [0]
@@ -212,7 +212,7 @@ def test_sanitizer_compares_results_and_written_arguments(monkeypatch: pytest.Mo
         return [t.view(torch.uint8) ^ 1 if turn[0] % 2 and t.dim() else t for t in right(op, sample, device)]
 
     monkeypatch.setattr(sanitizer, "observed", every_other_wrong)
-    assert sanitizer.run_cases("cpu") == 1
+    assert sanitizer.run_cases("cpu", share) == 1
     assert "WRONG kv_cache_insert: " in capsys.readouterr().out, "an op that returns nothing is judged by what it writes"
 
 
@@ -240,5 +240,25 @@ def test_sanitizer_tools_run_with_defaults_where_an_option_is_unknown(tmp_path: 
     tool.write_text(f"#!/bin/sh\nfor word in \"$@\"; do [ \"$word\" = --padding ] && {{ echo unrecognised option: --padding; exit 1; }}; done\nprintf '{CLEAN}'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("SANITIZER_LOGS", str(tmp_path / "logs"))
-    rows = sanitizer.run_tools(str(tool), ["memcheck", "initcheck"])
-    assert [(row["case"], row["ok"], row["summary"]) for row in rows] == [("memcheck", True, ["ERROR SUMMARY: 0 errors"]), ("initcheck", True, ["ERROR SUMMARY: 0 errors"])]
+    rows = sanitizer.run_tools(str(tool), ["memcheck", "initcheck"], [["topk 0/2"], ["swiglu", "topk_values"]])
+    clean = (True, ["ERROR SUMMARY: 0 errors"])
+    assert [(row["case"], row["op"], row["ok"], row["summary"]) for row in rows] == [(tool, op, *clean) for tool in ("memcheck", "initcheck") for op in ("topk 0/2", "swiglu, topk_values")]
+
+
+def test_sanitizer_shares_hold_every_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitizer, "CALLS", 25)
+    ops = [op for op in testing.ops() if op.name.startswith(("topk", "swiglu", "kv_"))]
+    found = sanitizer.shares(ops)
+    dealt = [(op.name, sample.label) for share in found for item in share for op, calls in [sanitizer.calls_of_share(item)] for _, sample in calls]
+    assert sorted(dealt) == sorted((op.name, sample.label) for op in ops for _, sample in sanitizer.calls_of(op))
+    assert any("/" in item for share in found for item in share) and any(len(share) > 1 for share in found)
+    assert all(sum(len(sanitizer.calls_of_share(item)[1]) for item in share) <= 26 for share in found)
+
+
+def test_sanitizer_says_what_it_had_no_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\nsleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("SANITIZER_SECONDS", "0.2")
+    rows = sanitizer.run_tools(str(tool), ["memcheck"], [["topk"]] * 5)
+    assert [row["ok"] for row in rows] == [False] * 5 and all("not finished" in row["skipped"] for row in rows)

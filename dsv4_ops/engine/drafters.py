@@ -67,6 +67,7 @@ from ..kv_cache import kv_cache_insert
 from ..sampling import STREAM_DRAFT, gumbel_sample
 from ..sparse_decode import sparse_mla_decode
 from ..swa_indices import causal_swa_indices, decode_swa_width, draft_swa_indices, swa_index_width
+from .norms import keep_type
 
 __all__ = [
     "BlockDrafter",
@@ -473,6 +474,7 @@ def load_drafter(model_dir: str | Path, target: DeepseekV4ForCausalLM, kind: str
     for name, parameter in [*drafter.named_parameters(), *drafter.named_buffers()]:
         if not name.startswith(drafter.shared):
             parameter.data = parameter.data.to(reference.device, torch.float32 if _keeps_fp32(name) else reference.dtype)
+    keep_type(drafter)
     return drafter.requires_grad_(False).eval()
 
 

@@ -20,6 +20,7 @@ from ..errors import ArgumentError, UnsupportedError
 from .attention import Geometry, PagedAttention, build_metadata
 from .blocks import KVGroup
 from .config import KV_DTYPES, EngineConfig
+from .norms import keep_type
 from .parallel import Ranks
 from .step import StepInputs
 
@@ -60,6 +61,7 @@ def load_model(model_dir: str | Path, device: str = "cpu") -> DeepseekV4ForCausa
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise ArgumentError("load_model", "model_dir", "a folder with the tensors of the model that its config.json describes", f"{model_dir}: {shown}")
     loaded: DeepseekV4ForCausalLM = model.to(device).eval().requires_grad_(False)
+    keep_type(loaded)
     return loaded
 
 

@@ -59,7 +59,8 @@ def setup() -> Path:
         must(python, "-m", "pip", "install", "--quiet", *(["torch>=2.11"] if has_gpu else CPU_TORCH))
     extras = "engine,test,cuda" if has_gpu else "engine,test"
     print("installing the project and what it needs", flush=True)
-    must(python, "-m", "pip", "install", "--quiet", "-e", f".[{extras}]")
+    # compat: a path entry. The default finder would come after a folder of this name: a clone, seen from the folder that it lies in.
+    must(python, "-m", "pip", "install", "--quiet", "--config-settings", "editable_mode=compat", "-e", f".[{extras}]")
     stamp.write_text(state)
     return python
 

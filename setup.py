@@ -143,7 +143,7 @@ def cuda_part(torch: Path, torch_cuda: str | None, forced: bool) -> Extension:
     if not sources:
         raise CannotBuildError("this version has no CUDA sources (csrc/cuda/*.cu)")
     if torch_cuda is None and not forced:
-        raise CannotBuildError("torch is a CPU build; DSV4_OPS_CUDA=1 compiles the CUDA sources all the same")
+        raise CannotBuildError("torch was a CPU build when this was built; DSV4_OPS_CUDA=1 compiles the CUDA sources all the same")
     home = find_cuda()
     release = nvcc_version(home)
     if torch_cuda is not None and release.split(".")[0] != torch_cuda.split(".")[0]:

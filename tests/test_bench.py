@@ -409,11 +409,11 @@ def test_command_line_that_is_wrong(arguments: list[str], message: str, capsys: 
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
-@pytest.mark.parametrize("text", ["0", "1,x", "", "-3"])
-def test_sizes_are_whole_numbers(text: str) -> None:
+@pytest.mark.parametrize(("option", "message"), [("--rows=0", "at least 1"), ("--rows=1,x", "at least 1"), ("--rows=", "at least 1"), ("--rows=-3", "at least 1"), ("--k=0", "at least 1"), ("--k=4097", "at most 4096 entries")])
+def test_sizes_are_whole_numbers_and_k_is_one_that_the_op_takes(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["bench", "topk", f"--rows={text}"])
-    assert stopped.value.code == 2
+        main(["bench", "topk", option])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_what_cannot_be_done_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

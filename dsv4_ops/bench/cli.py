@@ -15,6 +15,7 @@ import torch
 
 from .. import testing
 from ..testing import Op
+from ..topk import MAX_K
 from . import cases, machine, plot, report
 from .peers import PACKAGES
 from .run import Bench
@@ -57,7 +58,7 @@ def add_command(commands: Any) -> None:
     bench.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda when there is one")
     bench.add_argument("--rows", metavar="LIST", type=_sizes, default=(), help="rows, tokens or requests, as 1,8,64")
     bench.add_argument("--columns", metavar="LIST", type=_sizes, default=(), help=f"columns, for {', '.join(cases.SWEPT)}")
-    bench.add_argument("--k", metavar="N", type=_size, help=f"entries taken of a row, for the same ops (default: {cases.TOPK})")
+    bench.add_argument("--k", metavar="N", type=_k, help=f"entries taken of a row, for the same ops (default: {cases.TOPK})")
     bench.add_argument("--json", metavar="FILE", type=Path, help="write the results")
     bench.add_argument("--plot", metavar="FILE", type=Path, help="draw time against size, with the roof; .png, .svg or .pdf (needs matplotlib, the extra `bench`)")
     bench.add_argument("--from", metavar="FILE", type=Path, dest="source", help="measure nothing: show and draw the results of an earlier --json FILE")
@@ -70,6 +71,12 @@ def _words(text: str) -> tuple[str, ...]:
 def _size(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number of at least 1 expected, got {text!r}")
+    return int(text)
+
+
+def _k(text: str) -> int:
+    if _size(text) > MAX_K:
+        raise argparse.ArgumentTypeError(f"at most {MAX_K} entries are taken of a row, got {text}")
     return int(text)
 
 

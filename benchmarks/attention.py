@@ -273,12 +273,16 @@ def main() -> int:
     wanted = [case for case in cases() if chosen(case.tokens)]
     bench = Bench()
     backend = next(op.backends["cuda"] for op in testing.ops() if op.name == "sparse_mla_decode")
-    for seed, case in enumerate(wanted):
-        bench.run(case, seed)
-    for seed, step in enumerate(step for step in draft_steps() if chosen(step.requests)):
-        bench.run_draft(step, seed)
     env = {"copy_GBps": bench.copy_GBps, "backend": backend, "flashmla": bench.without_peer if bench.peer is None else "measured"}
-    results.write("attention-part" if os.environ.get("ATTENTION_TOKENS") else "attention", env, method=METHOD, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
+
+    def record(name: str) -> None:
+        results.write(name, env, method=METHOD, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
+
+    with results.measuring("attention", os.environ.get("ATTENTION_TOKENS"), record):
+        for seed, case in enumerate(wanted):
+            bench.run(case, seed)
+        for seed, step in enumerate(step for step in draft_steps() if chosen(step.requests)):
+            bench.run_draft(step, seed)
     for row in bench.rows:
         p = row["params"]
         print(f"{row['case']:24} {p['heads']:4} heads {p['tokens']:4} tokens {p['width']:4} columns {row['provider']:26} {row.get('us_p50', row.get('skipped', 'WRONG'))!s:>9} hot {row.get('hot_us', '-')!s:>8} floor {row['floor_us']:6} err {row.get('rel_err')}")

@@ -187,15 +187,17 @@ def main() -> int:
         return 1
     start, wanted = time.perf_counter(), sys.argv[1:]
     bench, copied = Bench(ColdReplays(), load_peers()), copy_rate()
-    try:
+
+    def record(name: str) -> None:
+        env = {"copy_GBps": copied, "empty_kernel_us": next((r["us_p50"] for r in bench.rows if r["case"] == "empty" and r["ok"]), None)}
+        results.write(name, env, method=METHOD, summary=verdicts(bench.rows), wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
+
+    with results.measuring("kernels", wanted, record):
         bench.floors()
         for case in cases():
             if not wanted or case.op in wanted:
                 bench.run(case)
-    finally:  # what is measured stays, should a kernel take the context down
-        summary = verdicts(bench.rows)
-        env = {"copy_GBps": copied, "empty_kernel_us": next((r["us_p50"] for r in bench.rows if r["case"] == "empty" and r["ok"]), None)}
-        results.write("kernels-part" if wanted else "kernels", env, method=METHOD, summary=summary, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
+    summary = verdicts(bench.rows)
     for row in bench.rows:
         params = " ".join(f"{k} {v}" for k, v in row["params"].items())
         print(f"{row['op']:28} {row['case']:28} {params:44} {row['provider']:38} {row.get('us_p50', row.get('skipped', 'WRONG: ' + row.get('wrong', '')))}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,22 @@ def chosen_by(variable: str) -> Callable[[object], bool]:
     """Whether a value is among the comma-separated ones of an environment variable; all are when it is not set."""
     allowed = {part.strip() for part in os.environ.get(variable, "").split(",") if part.strip()}
     return lambda value: not allowed or str(value) in allowed
+
+
+@contextlib.contextmanager
+def measuring(topic: str, narrowed: object, record: Callable[[str], object]) -> Iterator[None]:
+    """A block that measures; ``record(name)`` keeps what it has, however the block ends (SIGTERM, which ``timeout`` sends, included).
+
+    The name is the topic's, with ``-part`` behind it when the run was ``narrowed`` or did not come to its end.
+    """
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        record(topic if finished and not narrowed else f"{topic}-part")
 
 
 def write(topic: str, env: dict[str, Any] | None = None, quiet: bool = False, **content: Any) -> Path:

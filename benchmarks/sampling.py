@@ -187,9 +187,13 @@ def main() -> int:
     wanted = [case for case in cases() if chosen(case.requests)]
     bench = Bench(ColdReplays(), copy_rate())
     backends = {op.name: op.backends["cuda"] for op in testing.ops() if op.name in ("gumbel_sample", "rejection_sample")}
-    for seed, case in enumerate(wanted):
-        bench.run(case, seed)
-    results.write("sampling-part" if os.environ.get("SAMPLING_REQUESTS") else "sampling", {"copy_GBps": bench.copy_GBps, "backends": backends}, method=METHOD, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
+
+    def record(name: str) -> None:
+        results.write(name, {"copy_GBps": bench.copy_GBps, "backends": backends}, method=METHOD, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
+
+    with results.measuring("sampling", os.environ.get("SAMPLING_REQUESTS"), record):
+        for seed, case in enumerate(wanted):
+            bench.run(case, seed)
     for row in bench.rows:
         print(f"{row['op']:17} {row['case']:34} {row['params']['requests']:4} x {row['params']['drafts']} {row['provider']:38} {row.get('us_p50', row.get('skipped', 'WRONG'))!s:>9} floor {row['floor_us']}")
     return 0 if all(row["ok"] for row in bench.rows if row["provider"] == "dsv4_ops") else 1

@@ -286,18 +286,25 @@ def main() -> int:
     env = {"copy_GBps": copy_rate(), "empty_kernel_us": floor, "empty_kernel": kernel, "backends": {op.name: op.backends["cuda"] for op in testing.ops() if op.family in ("topk", "topk_slots", "global_indices")}}
     host = bench.host_cost()
 
-    def keep(quiet: bool) -> dict[str, Any]:
+    def keep(name: str, done: int, quiet: bool) -> dict[str, Any]:
         rows = topk_summary.median_of_runs(bench.rows)
-        content = {"method": METHOD.format(runs=runs), "runs": runs, **({"narrowed": filters} if filters else {}), "host_us_a_call": host, "summary": topk_summary.summary(rows), "wall_s": round(time.perf_counter() - start, 1), "rows": rows}
-        results.write("topk-part" if filters else "topk", env, quiet, **content)
+        content = {"method": METHOD.format(runs=done), "runs": done, **({"narrowed": filters} if filters else {}), "host_us_a_call": host, "summary": topk_summary.summary(rows), "wall_s": round(time.perf_counter() - start, 1), "rows": rows}
+        results.write(name, env, quiet, **content)
         return content
 
-    for turn in range(runs):
-        for case in wanted:
-            if turn == 0 or case.table == "full":
-                bench.run(case, turn)
-        keep(quiet=True)  # what is measured stays, should a later provider take the process down
-    content = keep(quiet=False)
+    done = 0
+    content: dict[str, Any] = {}
+
+    def record(name: str) -> None:
+        content.update(keep(name, done, quiet=False))
+
+    with results.measuring("topk", filters, record):
+        for turn in range(runs):
+            for case in wanted:
+                if turn == 0 or case.table == "full":
+                    bench.run(case, turn)
+            done = turn + 1
+            keep("topk-part", done, quiet=True)  # what is measured stays, should a later provider take the process down
     print(topk_summary.text(content["summary"], content["rows"]))
     print(f"host cost of a call, us: {host}; empty kernel {floor} us; copy {env['copy_GBps']} GB/s; {content['wall_s']} s")
     return 0 if all(row["ok"] for row in content["rows"] if row["provider"].startswith("dsv4_ops")) else 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import sanitizer, topk, topk_summary
+from benchmarks import results, sanitizer, topk, topk_summary
 from dsv4_ops import testing
 
 PEERS = '''
@@ -183,6 +186,27 @@ def test_own_ratios_of_values_and_ragged_rows() -> None:
     assert "topk_values: ours over ours of topk" not in found
     part = topk_summary.summary([*rows, row("dsv4_ops", 13.5, op="topk_values")])["topk_values: ours over ours of topk"]
     assert (part["largest"], part["limit"], part["missed"]) == (1.5, None, [])
+
+
+@pytest.mark.parametrize("how", ["to its end", "narrowed", "an error", "SIGTERM"])
+def test_what_is_measured_is_kept_however_a_run_ends(how: str) -> None:
+    kept: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def measure() -> None:
+        with results.measuring("kernels", how == "narrowed", kept.append):
+            if how == "an error":
+                raise ValueError(how)
+            if how == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(5)
+
+    if how in ("an error", "SIGTERM"):
+        with pytest.raises((ValueError, SystemExit)):
+            measure()
+    else:
+        measure()
+    assert kept == ["kernels" if how == "to its end" else "kernels-part"] and signal.getsignal(signal.SIGTERM) is before
 
 
 # ---- sanitizer -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,15 @@ def everything_of(op: testing.Op) -> dict[str, object]:
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> _registry.Op:
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[_registry.Op]:
     """A defined, not yet implemented op in a registry of its own."""
+    library = torch.library.Library("dsv4_ops_registry_test", "FRAGMENT")
     monkeypatch.setattr(_registry, "_ops", {})
     monkeypatch.setattr(_registry, "NAMESPACE", "dsv4_ops_registry_test")
-    monkeypatch.setattr(_registry, "_library", torch.library.Library("dsv4_ops_registry_test", "FRAGMENT"))
+    monkeypatch.setattr(_registry, "_library", library)
     monkeypatch.setattr(_registry.Op, "overload", property(lambda self: getattr(torch.ops.dsv4_ops_registry_test, self.name).default))
-    return _registry.define(MTP.schema.replace(MTP.name, "toy", 1))
+    yield _registry.define(MTP.schema.replace(MTP.name, "toy", 1))
+    library._destroy()  # now: when the collector gets to it, the next test has defined the op anew, and would lose it
 
 
 @pytest.mark.parametrize("role", ["check", "reference", "fake", "samples", "sized", "bad_inputs"])

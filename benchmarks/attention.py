@@ -4,7 +4,7 @@ Window rows of a sliding window (consecutive positions, pages anywhere), records
 Every provider's output is first compared with the fp64 reference (``rel_err``: norm of the difference over the norm): one above LIMIT has no
 time. ``floor_us`` is what the copy rate of this run takes to read keys and queries and to write the output.
 
-PEERS_DIR may hold ``flash_mla_interface.py`` and ``_flashmla_C.abi3.so`` (or ``.so.xz``). FlashMLA has its plan from the check
+PEERS_DIR may hold ``flash_mla_interface.py`` and ``_flashmla_C.abi3.so`` (or ``.so.xz``; ``benchmarks/peers``). FlashMLA has its plan from the check
 before, "planned" makes it anew in each call; "backend flashmla" is the op with ``backend="flashmla"``, which masks its rows first, and "fastest" with
 ``backend="fastest"``.
 

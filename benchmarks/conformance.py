@@ -1,7 +1,7 @@
 """The conformance kit run on functions of others: which cases of ``dsv4_ops.testing`` differ, and in what.
 
 PEERS_DIR holds ``peers.py`` with ``TOPK_PEERS`` (as for ``benchmarks.topk``) and ``triton_extracted.py`` with ``build_mixed_kernel`` and
-``_prepare_dflash_inputs_kernel`` (as for ``benchmarks.kernels``). Every case that a peer can be called with is run once, and its result
+``_prepare_dflash_inputs_kernel`` (as for ``benchmarks.kernels``), as ``benchmarks/peers`` makes them. Every case that a peer can be called with is run once, and its result
 is judged by the contract, then by the relaxations of LADDERS, one after the other. A row of the result is a case of a provider:
 
 =============  =========================================================================================================

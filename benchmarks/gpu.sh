@@ -3,7 +3,7 @@
 #
 # Builds in place with the interpreter named by PYTHON (default python3), runs the topics (default: all) and writes
 # benchmarks/results/<gpu>/<topic>.json. RESULTS_DIR writes elsewhere, PEERS_DIR names a folder with peers to measure beside
-# (topk, kernels, attention, conformance, bench), COMMIT names the commit where the checkout came without its history.
+# (topk, kernels, sampling, attention, conformance, bench; python3 -m benchmarks.peers DIR fills one), COMMIT names the commit where the checkout came without its history.
 # Topics: tests, topk, kernels, sampling, attention, lanes, bench (the picture of topk), sanitizer; left out when none is named: parallel (needs two GPUs), engine (it also runs without
 # a GPU: python -m benchmarks.engine) and conformance (cases that functions of PEERS_DIR answer otherwise than ours).
 set -euo pipefail

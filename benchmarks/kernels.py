@@ -5,7 +5,7 @@ it; peers are prepared for the same call and must give the same result. Everythi
 the same run, before it is timed and after: a wrong result has no time. Hot: 64 calls on one input set. Cold: one call
 on each of 64 sets, after 256 MB were read. Calls follow one another as in a captured step: a kernel of ours starts while the
 one before it ends (programmatic dependent launch), one of a peer after it. ``empty`` and ``one_store`` are Triton kernels that do nothing, or store one
-block: the floor of a launch. PEERS_DIR holds ``triton_extracted.py``, the peers' ``@triton.jit`` functions.
+block: the floor of a launch. PEERS_DIR holds ``triton_extracted.py``, the peers' ``@triton.jit`` functions (``benchmarks/peers``).
 
 Arguments narrow the run to ops (``python -m benchmarks.kernels global_topk_indices``), which is written as ``kernels-part.json``.
 """

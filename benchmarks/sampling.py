@@ -5,7 +5,7 @@ otherwise, one a call at most); peers, whose random numbers are others, on the s
 for ids in range. ``floor_us`` is the time that the copy rate of this run takes to read every logit once: all 1 + 2K rows of a
 request where the proposals are sampled, although a rejected tail need not be read; ours reads the row that it draws from twice.
 
-PEERS_DIR may hold ``peers_sampling.py`` with ``GUMBEL = {name: prepare}``, where ``prepare(logits, temperature, seeds, positions,
+PEERS_DIR may hold ``peers_sampling.py`` (``benchmarks/peers``) with ``GUMBEL = {name: prepare}``, where ``prepare(logits, temperature, seeds, positions,
 idx_mapping)`` gives a call that returns ids, and ``REJECTION = {name: prepare}``, where ``prepare(target, draft_token_ids, draft_logits,
 temperature, seeds, idx_mapping, positions)`` gives one that returns (sampled, num_sampled), and in it only what was emitted counts.
 Both take logits at temperature 1. SAMPLING_REQUESTS (comma-separated) narrows the run; what is narrowed is written as ``sampling-part.json``.

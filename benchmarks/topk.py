@@ -8,6 +8,7 @@ alternating order; the run with the median time is recorded. Cells that miss the
 PEERS_DIR holds a Python file ``peers.py`` with ``TOPK_PEERS = {name: (prepare, accepts)}``, where ``accepts(rows, k, width,
 stride)`` tells what a peer takes and ``prepare(rows, k, width, max_len)`` gives ``call(logits, lengths, out)``; and, where it
 has them, ``BFLOAT16`` (names of peers that take bfloat16 too) and ``SLOT_PEERS`` (fused translation, page size last).
+``benchmarks/peers`` fills such a folder.
 
 TOPK_TABLES (full, k, values, ragged, short, bfloat16, topk_values, topk_slots), TOPK_ROWS, TOPK_COLUMNS and TOPK_PROVIDERS
 narrow the run, comma-separated; what is narrowed is written as ``topk-part.json``.

@@ -4,6 +4,7 @@ A package is used as it is installed. PEERS_DIR names a folder that stands in fo
 ``_C_stable_libtorch.abi3.so``, FlashMLA's ``_flashmla_C.abi3.so`` with ``flash_mla_interface.py`` (libraries plain or as ``.xz``), and
 ``peers.py`` with FlashInfer's kernels: ``TOPK_PEERS = {"fi_...": (prepare, accepts)}``, ``accepts(rows, k, columns, stride)``,
 ``prepare(rows, k, columns, longest)(logits, lengths, out)``, and ``SLOT_PEERS`` alike, page size last.
+``benchmarks/peers`` of the repository fills such a folder.
 """
 
 from __future__ import annotations

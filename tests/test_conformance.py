@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import re
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,10 +16,12 @@ import torch
 import dsv4_ops
 from dsv4_ops import WorkspaceManager, testing
 from dsv4_ops.dflash import DFlashInputs
+from dsv4_ops.errors import ArgumentError
 from dsv4_ops.testing import (
     Case,
     ConformanceError,
     assert_graph_replay,
+    assert_topk,
     check_dflash_inputs,
     check_mixed_indices,
     check_sparse_decode,
@@ -348,6 +353,96 @@ def test_a_failing_row_of_many_is_shown_alone() -> None:
     assert seen[0].shape == (1, 16384)
 
 
+# What a top-k failure says
+
+SAID: list[tuple[str, str, str]] = [
+    ("unsigned length", "A01 negative length beside long rows", "row 6: lists 15872, 15873, 15874, 15875 and 508 more, past its length: L = clamp(-1, 0, 16384) = 0"),
+    ("unclamped length", "A11 length above the width", "row 0: lists 1000, 1001, 1002, 1003 and 20 more, outside the columns [0, 1000): L = clamp(5000, 0, 1000) = 1000; leaves out 488, 489, 490, 491 and 20 more"),
+    ("max_seq_len forgotten", "A11 max_seq_len below the length", "past its length: L = clamp(5000, 0, min(1000, 700)) = 700"),
+    ("NaN is the largest", "A09 NaN everywhere but in 100 columns", "row 0: lists 0, 1, 2, 3 and 508 more, which are NaN: NaN is never selected; leaves out 7, 47, 87, 127 and 96 more: the row holds min(|C|, k) = 100"),
+    ("NaN is the largest", "NaN of negative sign", "nan='any' judges a kernel that promises nothing for a row with NaN."),
+    ("-inf is masked", "-inf is an ordinary lowest score", "row 1: leaves out 0, 1, 2, 3 and 36 more: the row holds min(|C|, k) = 45, and -inf is an ordinary lowest score"),
+    ("ties to the last column", "A18 eight levels", "row 0: lists 12289, 12297, 12305, 12313 and 508 more in place of 1, 9, 17, 25 and 508 more, of equal scores (7): ties go to the lowest column"),
+    ("ties to the last column", "A18 eight levels", "ties='any' judges a kernel that promises no tie rule."),
+    ("sixteen bits of a score", "A07 scores of one coarse bin, 8000", "leaves out 7488, 7489, 7490, 7491 and 508 more and lists 4097, 4098, 4099, 4100 and 508 more, though 7488 scores 1.00089264 and 4097 only 1.0004884"),
+    ("a column twice", "A18 eight levels", "row 3: listed twice or more: 0; leaves out 511: the row holds min(|C|, k) = 512; not ascending: 510 stands before 0"),
+    ("k of a constant", "A22 k above the width", "torch.int32 [1, 512], expected int32 [1, 2048]"),
+    ("padding not written", "k above the width, int64 lengths", "row 1: lists 2147483647, outside the columns [0, 10): 2147483647 marks memory that was never written"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "label", "text"), SAID, ids=[f"{name}-{i}".replace(" ", "_") for i, (name, *_) in enumerate(SAID)])
+def test_a_topk_failure_names_rows_columns_and_the_rule_that_they_break(name: str, label: str, text: str) -> None:
+    fn = next(fn for fault, _, _, fn in FAULTS if fault == name)
+    error = check_topk(fn, raises=False).failed[label]
+    assert text in error.difference and str(error).startswith(f"topk: case {label!r}: {error.difference}\n\n")
+    assert "absolute difference" not in str(error) and "in another order" not in error.difference and "order='any'" not in error.difference
+
+
+def test_the_right_columns_in_another_order_are_said_to_be_that() -> None:
+    def best_first(logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int | None = None) -> torch.Tensor:
+        found = dsv4_ops.topk(logits, lengths, k, max_seq_len)
+        for i, row in enumerate(found):
+            columns = row[row >= 0].long()
+            row[: len(columns)] = columns[logits[i, columns].float().argsort(descending=True)].to(i32)
+        return found
+
+    failed = check_topk(best_first, raises=False).failed
+    assert len(failed) > 20
+    for error in failed.values():
+        assert re.match(r"row \d: the same columns in another order, not ascending: \d+ stands before \d+\n", error.difference)
+        assert error.difference.endswith("\norder='any' judges a kernel that promises no order.") and error.rows
+        assert "absolute difference" not in str(error) and "leaves out" not in str(error)
+    error = failed["A01 negative length beside long rows"]
+    assert "row 0: the same columns in another order, not ascending: 98 stands before 97" in error.difference and "and 2 more of 8 rows" in error.difference
+    assert error.rows == (0, 1, 2, 3, 4, 5) and "\n\nRow 0 fails alone too; what follows is that row.\n\nTo repeat it" in str(error)
+    assert not check_topk(best_first, order="any").failed
+
+
+def test_rows_with_a_fault_are_told_before_those_in_another_order() -> None:
+    logits, lengths = torch.tensor([[1.0, 2.0, 3.0, 3.0]]).repeat(3, 1), torch.tensor([4, 4, 4])
+    got = torch.tensor([[3, 2], [-1, 2], [1, 2]], dtype=i32)
+    with pytest.raises(AssertionError) as caught:
+        assert_topk(got, logits, lengths, 2)
+    assert str(caught.value).split("\n") == [
+        "row 1: -1 stands at place 0, before columns: padding comes last; leaves out 3: the row holds min(|C|, k) = 2",
+        "row 2: leaves out 3 and lists 1, though 3 scores 3 and 1 only 2",
+        "row 0: the same columns in another order, not ascending: 3 stands before 2",
+        "order='any' judges a kernel that promises no order.",
+    ]
+
+
+def test_a_result_that_is_no_tensor_is_named() -> None:
+    assert "got int, expected an int32 tensor [1, 8]" in str(check_topk(lambda *args: 3, raises=False).failed["plain"])
+
+
+@pytest.mark.parametrize("options", [dict(zip(("order", "ties", "nan"), chosen, strict=True)) for chosen in itertools.product(("ascending", "any"), ("lowest", "any"), ("never", "any"))], ids=str)
+def test_assert_topk_refuses_exactly_what_is_no_answer(options: dict[str, str]) -> None:
+    """Every row of three entries from -2 to 4, for a few rows of four scores, against a plain definition."""
+    nan, accepted = math.nan, 0
+    rows: list[tuple[list[float], int]] = [([1, 1, 2, 1], 4), ([nan, 1, nan, -math.inf], 4), ([0.0, -0.0, 5, nan], 3), ([3, 2, 1, 0], 2), ([1, 1, 1, 1], -1), ([nan] * 4, 9)]
+    for scores, length in rows:
+        length = max(0, min(length, 4))
+        numbers = [c for c in range(length) if scores[c] == scores[c]]
+        count = min(len(numbers), 3)
+        sets = [set(s) for s in itertools.combinations(numbers, count) if sorted((scores[c] for c in s), reverse=True) == sorted((scores[c] for c in numbers), reverse=True)[:count]]
+        if options["ties"] == "lowest":
+            sets = [set(sorted(numbers, key=lambda c: (-scores[c], c))[:count])]
+        if options["nan"] == "any" and len(numbers) < length:
+            sets = [set(s) for n in range(count, 4) for s in itertools.combinations(range(length), n)]
+        for row in itertools.product(range(-2, 5), repeat=3):
+            listed = [c for c in row if c != -1]
+            right = list(row[: len(listed)]) == listed and len(set(listed)) == len(listed) and set(listed) in sets and (options["order"] == "any" or listed == sorted(listed))
+            said = ""
+            try:
+                assert_topk(torch.tensor([row], dtype=i32), torch.tensor([scores]), torch.tensor([length]), 3, **options)
+            except AssertionError as error:
+                said = str(error)
+            assert said == "" if right else said.startswith("row 0: "), (scores, length, row, said)
+            accepted += right
+    assert accepted >= len(rows)
+
+
 # Relaxations
 
 
@@ -483,12 +578,73 @@ def test_nothing_returned_is_said() -> None:
         check_topk(lambda *args: None)
 
 
-def test_an_exception_of_the_function_is_a_failure_with_its_name() -> None:
+def _no_such_thing(table: dict[str, int]) -> torch.Tensor:
+    return torch.zeros(table["k"]).view(7)
+
+
+def _last_line(error: BaseException | None) -> str:
+    assert error is not None
+    return next(frame.name for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.filename == __file__)
+
+
+@pytest.mark.parametrize(("table", "kind"), [({}, "KeyError: 'k'"), ({"k": 6}, "RuntimeError: shape '[7]' is invalid for input of size 6")])
+def test_an_exception_of_the_function_is_a_failure_with_its_name_and_line(table: dict[str, int], kind: str) -> None:
     def raises(*args: Any) -> torch.Tensor:
-        raise KeyError("no such thing")
+        return _no_such_thing(table)
 
     report = check_topk(raises, raises=False)
-    assert not report.passed and "KeyError" in str(next(iter(report.failed.values())))
+    assert not report.passed
+    line = _no_such_thing.__code__.co_firstlineno + 1
+    shown = f': {kind}\n  File "{__file__}", line {line}, in _no_such_thing\n    return torch.zeros(table["k"]).view(7)\n\nTo repeat it'
+    for error in report.failed.values():
+        assert shown in str(error) and _last_line(error.__cause__) == "_no_such_thing"
+    with pytest.raises(ConformanceError) as caught:
+        report.raise_for_failures()
+    assert shown in str(caught.value) and _last_line(caught.value.__cause__) == "_no_such_thing"
+    with pytest.raises(ConformanceError) as caught:
+        topk_cases()[0].run(raises)
+    assert _last_line(caught.value.__cause__) == "_no_such_thing"
+
+
+def test_an_exception_inside_this_package_is_shown_where_the_function_calls_it() -> None:
+    def calls(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return dsv4_ops.topk(logits, torch.zeros(1), 3)
+
+    text = str(check_topk(calls, raises=False).failed["plain"])
+    assert "ArgumentDtypeError: topk: lengths must be" in text and ", in calls\n    return dsv4_ops.topk(logits, torch.zeros(1), 3)\n" in text
+    assert "File" not in str(check_topk(torch.topk, raises=False).failed["plain"]), "there is no line of the caller's"
+
+
+def test_a_report_of_wrong_results_alone_has_no_cause() -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_topk(_any_order)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("op", OURS)
+@pytest.mark.parametrize("fn", ["x", None, 3, torch.zeros(1)], ids=str)
+def test_what_cannot_be_called_is_refused_at_once(op: str, fn: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"fn must be a function that is called as dsv4_ops.{op} is, got {type(fn).__name__}") as caught:
+        CHECKS[op](fn, raises=False)  # type: ignore[operator]
+    assert isinstance(caught.value, TypeError)
+    with pytest.raises(TypeError, match="run_cases: fn must be a function"):
+        testing.run_cases(fn, [])
+
+
+@pytest.mark.parametrize("k", [0, -1, 4097, 5000, True, 8.0, "8"], ids=repr)
+def test_a_k_that_the_contract_does_not_have_is_refused(k: Any) -> None:
+    def never(*args: Any) -> torch.Tensor:
+        raise SystemExit("called")
+
+    with pytest.raises(ArgumentError, match=f"topk_cases: k must be (between 1 and 4096, got {k}|an integer, got {type(k).__name__})"):
+        check_topk(never, k=k, raises=False)
+    with pytest.raises(ArgumentError):
+        topk_cases(k=k)
+
+
+@pytest.mark.parametrize("k", [1, 4096])
+def test_every_k_of_the_contract_is_taken(k: int) -> None:
+    assert not check_topk(dsv4_ops.topk, k=k).failed
 
 
 # Workspaces with a fault
@@ -561,6 +717,21 @@ def test_a_workspace_fault_fails_in_its_case(manager: type[WorkspaceManager], sh
         exec(error.reproduction, {"make": make})
     with pytest.raises(ConformanceError, match=f"workspace: .* cases fail: .*{shows}"):
         check_workspace(make)
+
+
+class Raises(WorkspaceManager):
+    def get(self, *specs: Any, lane: int = -1, ubatch: int = -1, op: str = "") -> tuple[torch.Tensor, ...]:
+        assert not specs
+        return ()
+
+
+def test_an_exception_of_a_manager_is_shown_with_its_line() -> None:
+    report = check_workspace(lambda: Raises("cpu", num_lanes=2, num_ubatches=2), raises=False)  # type: ignore[abstract, unused-ignore]
+    error = report.failed["views asked for together do not overlap"]
+    assert ", in get\n    assert not specs\n" in str(error) and _last_line(error.__cause__) == "get"
+    assert report.passed == ["lanes that do not exist are refused"], "what a thread of a case raises counts too"
+    wrong = check_workspace(lambda: NewEveryTime("cpu", num_lanes=2, num_ubatches=2), raises=False).failed["a smaller request keeps the address"]
+    assert "File" not in str(wrong).split("To repeat it")[0], "the assertion is the case's own"
 
 
 def test_check_workspace_wants_a_function_that_makes_managers() -> None:

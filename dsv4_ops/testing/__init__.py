@@ -18,7 +18,6 @@ from .basics import (
     Op,
     Sample,
     assert_same,
-    assert_topk,
     canaries,
     check_bad_input,
     check_fake,
@@ -38,6 +37,7 @@ from .dflash import assert_draft_inputs, check_dflash_inputs, dflash_inputs_case
 from .mixed_indices import assert_index_rows, check_mixed_indices, mixed_indices_cases
 from .replay import PYTHON_KERNELS, TapeGraph, TapeRecorder, assert_graph_replay
 from .topk import check_topk, topk_cases
+from .topk_rows import assert_topk
 from .workspace import WorkspaceCase, check_workspace, workspace_cases
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .basics import TOLERANCES, outputs, samples
+from .basics import TOLERANCES, check_function, outputs, samples
 from .cases import Case, Report, from_sample, from_source, kept, run_cases
 
 __all__ = ["assert_attention", "check_sparse_decode", "sparse_decode_cases"]
@@ -119,7 +119,8 @@ def sparse_decode_cases(device: torch.device | str = "cpu", seed: int = 0, **rel
 
 
 def check_sparse_decode(fn: Callable[..., Any], device: torch.device | str = "cpu", seed: int = 0, *, raises: bool = True, **relaxations: Any) -> Report:
-    """Run ``sparse_decode_cases`` against ``fn``: ConformanceError with the failing cases (or, ``raises=False``, a report of them)."""
+    """Run ``sparse_decode_cases`` against ``fn``: ConformanceError with the failing cases (or, ``raises=False``, a report of them). ArgumentDtypeError for a ``fn`` that cannot be called."""
+    check_function("check_sparse_decode", "fn", fn, "a function that is called as dsv4_ops.sparse_mla_decode is")
     cases, left_out = _select(device, seed, **relaxations)
     report = run_cases(fn, cases, left_out=left_out)
     if raises:

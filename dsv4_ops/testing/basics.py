@@ -15,8 +15,9 @@ import torch
 
 from .. import _registry
 from .._registry import BadInput, Op, Sample
+from ..errors import ArgumentDtypeError
 
-__all__ = ["TOLERANCES", "BadInput", "Canary", "Op", "Sample", "assert_same", "assert_topk", "canaries", "check_bad_input", "check_fake", "clone_args", "fake_call", "incomplete_ops", "leaves", "ops", "outputs", "poisoned", "reference", "samples", "storage_bytes"]
+__all__ = ["TOLERANCES", "BadInput", "Canary", "Op", "Sample", "assert_same", "canaries", "check_bad_input", "check_fake", "clone_args", "fake_call", "incomplete_ops", "leaves", "ops", "outputs", "poisoned", "reference", "samples", "storage_bytes"]
 
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float32: (1e-5, 1e-5),
@@ -135,55 +136,10 @@ def check_options(where: str, **options: tuple[str, str]) -> None:
             raise ValueError(f"{where}: {name} must be {strict!r} or 'any', got {value!r}.")
 
 
-def assert_topk(
-    indices: torch.Tensor, logits: torch.Tensor, lengths: torch.Tensor, k: int, max_seq_len: int | None = None, *, order: str = "ascending", ties: str = "lowest", nan: str = "never"
-) -> None:
-    """``indices`` is *the* answer of ``topk`` for these inputs, whichever kernel gave it.
-
-    Compares no other kernel's result: it checks that each row's entries are in range, unique, ascending and padded with
-    -1 at the end only, that there are as many as there can be, and that no column left out should have been in. Equal
-    multisets of scores are not enough: a duplicate that replaces a tied column would pass.
-
-    What other kernels promise less of is said by name: ``order="any"`` (a row's columns in any order, still before the
-    padding), ``ties="any"`` (which of several equal scores at the boundary are taken), ``nan="any"`` (in a row that holds a
-    NaN the columns need only be distinct and in range, and no more than there can be).
-    """
-    check_options("assert_topk", order=(order, "ascending"), ties=(ties, "lowest"), nan=(nan, "never"))
-    assert indices.dtype == torch.int32 and indices.shape == (logits.shape[0], k), f"{indices.dtype} {list(indices.shape)}, expected int32 {[logits.shape[0], k]}"
-    width = logits.shape[1] if max_seq_len is None else min(logits.shape[1], max_seq_len)
-    flat = lengths.flatten().tolist()
-    for i, row in enumerate(indices.cpu()):
-        length = min(max(flat[i] if i < len(flat) else 0, 0), width)
-        scores = logits[i, :length].float().cpu()
-        number = ~scores.isnan()
-        count = min(int(number.sum()), k)
-        free = nan == "any" and not bool(number.all())
-        if free:
-            fewest, count = count, min(int((row >= 0).sum()), length)
-            assert count >= fewest, f"row {i}: {count} columns, though {fewest} are numbers"
-        chosen = row[:count].long()
-        assert bool((row[count:] == -1).all()), f"row {i}: {count} entries and then -1 expected, got {row[count:][row[count:] != -1].tolist()[:8]} after them"
-        assert bool(((chosen >= 0) & (chosen < length)).all()), f"row {i}: columns outside [0, {length}): {chosen[(chosen < 0) | (chosen >= length)].tolist()[:8]}"
-        if order == "any":
-            chosen = chosen.sort().values
-        step = chosen[1:] - chosen[:-1]
-        assert bool((step != 0).all()), f"row {i}: column {int(chosen[:-1][step == 0][0])} is listed twice"
-        assert bool((step > 0).all()), f"row {i}: columns are not ascending after {int(chosen[:-1][step < 0][0])}"
-        if free:
-            continue
-        assert bool(number[chosen].all()), f"row {i}: column {int(chosen[~number[chosen]][0])} is NaN"
-        if count == 0:
-            continue
-        out = number.clone()
-        out[chosen] = False
-        lowest = scores[chosen].min()
-        better = out & (scores > lowest)
-        assert not bool(better.any()), f"row {i}: column {int(better.nonzero()[0])} is left out, though its score is above that of a listed one"
-        if ties == "any":
-            continue
-        last_tied = chosen[scores[chosen] == lowest].max()
-        earlier = out & (scores == lowest) & (torch.arange(length) < last_tied)
-        assert not bool(earlier.any()), f"row {i}: column {int(earlier.nonzero()[0])} is left out for the later tied column {int(last_tied)}"
+def check_function(where: str, name: str, value: object, expected: str) -> None:
+    """``value`` can be called: a check of anything else would report every case."""
+    if not callable(value):
+        raise ArgumentDtypeError(where, name, expected, type(value).__name__)
 
 
 def fake_call(sample: Sample) -> Callable[[Callable[..., Any]], Any]:

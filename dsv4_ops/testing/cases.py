@@ -8,7 +8,10 @@ what has run: paste it, define ``fn``, and it fails again.
 from __future__ import annotations
 
 import functools
+import linecache
 import struct
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,13 +20,16 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from .basics import Op, Sample, clone_args, leaves, ops, outputs, poisoned, storage_bytes
+from .basics import Op, Sample, check_function, clone_args, leaves, ops, outputs, poisoned, storage_bytes
+from .topk_rows import assert_topk
 
 __all__ = ["Case", "ConformanceError", "Report", "literal", "run_cases"]
 
 _PASTED = 1000
 """Numbers that a case spells out at most; larger arguments and answers are named by what makes them."""
 EXACT = "torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)"
+_LIBRARIES = frozenset({"dsv4_ops", "torch", "triton", "numpy", *sys.stdlib_module_names})
+"""Whose lines say little about a function that raises."""
 
 
 class ConformanceError(AssertionError):
@@ -31,6 +37,10 @@ class ConformanceError(AssertionError):
 
     reproduction: str = ""
     """Python that repeats the (one) failing case."""
+    difference: str = ""
+    """What is wrong, without that Python."""
+    rows: tuple[int, ...] = ()
+    """Of a top-k case: the rows that are wrong."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class Case:
         except ConformanceError:
             raise
         except Exception as error:
-            raise self._failure(f"{type(error).__name__}: {error}", None) from error
+            raise self._failure(f"{type(error).__name__}: {error}{own_frame(error)}", None) from error
         self._check(got, fn)
 
     def reproduction(self, written: str = "", poison: bool = False) -> str:
@@ -119,7 +129,7 @@ class Case:
             self._judge(got)
         except Exception as error:  # an odd result may break the comparison itself
             message = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-            raise self._failure(message, got, poison=fn is not None and self._depends_on_poison(fn, got)) from None
+            raise self._failure(message, got, poison=fn is not None and self._depends_on_poison(fn, got), rows=getattr(error, "rows", ())) from None
 
     def _depends_on_poison(self, fn: Callable[..., Any], got: Any) -> bool:
         """Whether the result differs without poison: then some of it was never written."""
@@ -137,7 +147,12 @@ class Case:
         if got is None or got == ():
             raise AssertionError("the function returned nothing; wrap an out form so that it returns its outputs")
         # The line of the reproduction itself: what is printed is what judges.
-        exec(compile(self.comparison, f"<case {self.id}>", "exec"), {"torch": torch, "testing": testing, "got": got, "expected": self.expected, **self.inputs})
+        try:
+            exec(compile(self.comparison, f"<case {self.id}>", "exec"), {"torch": torch, "testing": testing, "got": got, "expected": self.expected, **self.inputs})
+        except Exception:
+            if self.op == "topk" and self.comparison == EXACT:
+                assert_topk(got, **self.inputs)  # refuses the same results, and says which columns and rules
+            raise
 
     def _pairs(self, mine: Sample) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         named = dict(zip(_argument_names(self.op), mine.args, strict=False)) | mine.kwargs
@@ -160,7 +175,7 @@ class Case:
         call = ", ".join([*dict(zip(_argument_names(self.op), self.args, strict=False)), *(f"{k}={k if isinstance(v, torch.Tensor) else literal(v)}" for k, v in self.kwargs.items())])
         return f"expected = testing.reference({self.op!r})({call})"
 
-    def _failure(self, message: str, got: Any, written: str = "", poison: bool = False) -> ConformanceError:
+    def _failure(self, message: str, got: Any, written: str = "", poison: bool = False, rows: tuple[int, ...] = ()) -> ConformanceError:
         def shown(value: Any) -> str:
             text = literal(value) if sum(t.numel() for t in _tensors(value)) <= _PASTED else repr(value)
             return text if len(text) <= 4 * _PASTED else text[: 4 * _PASTED] + " ..."
@@ -168,7 +183,7 @@ class Case:
         answer = "" if got is None else f"\n\nexpected {shown(self.expected)}\n\ngot      {shown(got)}"
         code = self.reproduction(written, poison)
         error = ConformanceError(f"{self.op}: case {self.id!r}: {message}\n\nTo repeat it, define fn and run:\n\n{code}{answer}\n")
-        error.reproduction = code
+        error.reproduction, error.difference, error.rows = code, message, rows
         return error
 
 
@@ -206,21 +221,26 @@ class Report:
     """Cases that a relaxation excludes, each with its name."""
 
     def raise_for_failures(self) -> None:
-        """ConformanceError with the whole text of the first failing cases, and the ids of the others."""
+        """ConformanceError with the whole text of the first failing cases, and the ids of the others.
+
+        It is raised from the first exception of the function's own, where there is one.
+        """
         if not self.failed:
             return
         count = len(self.failed) + len(self.passed)
         shown = [str(error) for error in self.failed.values()][:3]
         rest = list(self.failed)[3:]
         text = f"{self.op}: {len(self.failed)} of {count} cases fail: {', '.join(map(repr, self.failed))}\n\n" + "\n".join(shown)
-        raise ConformanceError(text + (f"\nalso: {', '.join(map(repr, rest))}\n" if rest else ""))
+        cause = next((error.__cause__ for error in self.failed.values() if error.__cause__ is not None), None)
+        raise ConformanceError(text + (f"\nalso: {', '.join(map(repr, rest))}\n" if rest else "")) from cause
 
     def __str__(self) -> str:
         return f"{self.op}: {len(self.passed)} cases pass, {len(self.failed)} fail, {len(self.left_out)} left out"
 
 
 def run_cases(fn: Callable[..., Any], cases: Iterable[Case], *, left_out: dict[str, str] | None = None) -> Report:
-    """Run all cases, whatever fails. Raises ValueError when there is none: a check of nothing would pass."""
+    """Run all cases, whatever fails. Raises ValueError when there is none (a check of nothing would pass), and when ``fn`` cannot be called."""
+    check_function("run_cases", "fn", fn, "a function that is called as the op is")
     cases = list(cases)
     if not cases:
         raise ValueError(f"no case is left to run; these are left out: {left_out}.")
@@ -247,17 +267,34 @@ def kept(cases: Iterable[Case], rules: dict[str, Callable[[Case], bool] | None])
     return inside, outside
 
 
+def own_frame(error: BaseException) -> str:
+    """The last line that is no library's of those that ``error`` went through, as tracebacks show it; nothing where there is none."""
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES]
+    if not frames:
+        return ""
+    code, line = frames[-1][0].f_code, frames[-1][1]
+    text = linecache.getline(code.co_filename, line).strip()
+    return f'\n  File "{code.co_filename}", line {line}, in {code.co_name}' + (f"\n    {text}" if text else "")
+
+
 def _smaller(case: Case, fn: Callable[..., Any], error: ConformanceError) -> ConformanceError:
-    """The failure of one row of a top-k case where that row alone fails too."""
+    """The failure of one row of a top-k case where that row alone fails too; what is said of the other rows stays."""
     if case.op != "topk" or case.args[0].shape[0] < 2 or case.args[0].numel() < 64:
         return error
-    for row in range(min(case.args[0].shape[0], case.args[1].numel(), 64)):
+    for row in [row for row in error.rows or range(64) if row < min(case.args[0].shape[0], case.args[1].numel())][:64]:
         alone = one_row(case, row)
         try:
             alone.run(fn)
         except ConformanceError as smaller:
-            return smaller
+            return _of_all_rows(case, error, row, smaller) if error.rows and smaller.rows else smaller
     return error
+
+
+def _of_all_rows(case: Case, error: ConformanceError, row: int, alone: ConformanceError) -> ConformanceError:
+    head = f"{case.op}: case {case.id!r}: "
+    joined = ConformanceError(f"{head}{error.difference}\n\nRow {row} fails alone too; what follows is that row." + str(alone).removeprefix(head + alone.difference))
+    joined.reproduction, joined.difference, joined.rows = alone.reproduction, error.difference, error.rows
+    return joined
 
 
 def one_row(case: Case, row: int) -> Case:

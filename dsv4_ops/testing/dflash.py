@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..dflash import DFlashInputs
-from .basics import check_options, outputs, samples
+from .basics import check_function, check_options, outputs, samples
 from .cases import Case, Report, from_sample, from_source, kept, run_cases
 
 __all__ = ["assert_draft_inputs", "check_dflash_inputs", "dflash_inputs_cases"]
@@ -135,7 +135,8 @@ def dflash_inputs_cases(device: torch.device | str = "cpu", seed: int = 0, **rel
 
 
 def check_dflash_inputs(fn: Callable[..., Any], device: torch.device | str = "cpu", seed: int = 0, *, raises: bool = True, **relaxations: Any) -> Report:
-    """Run ``dflash_inputs_cases`` against ``fn``: ConformanceError with the failing cases (or, ``raises=False``, a report of them)."""
+    """Run ``dflash_inputs_cases`` against ``fn``: ConformanceError with the failing cases (or, ``raises=False``, a report of them). ArgumentDtypeError for a ``fn`` that cannot be called."""
+    check_function("check_dflash_inputs", "fn", fn, "a function that is called as dsv4_ops.prepare_dflash_inputs is")
     cases, left_out = _select(device, seed, **relaxations)
     report = run_cases(fn, cases, left_out=left_out)
     if raises:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .basics import check_options, samples
+from .basics import check_function, check_options, samples
 from .cases import EXACT, Case, Report, from_sample, from_source, kept, run_cases
 
 __all__ = ["assert_index_rows", "check_mixed_indices", "mixed_indices_cases"]
@@ -133,7 +133,8 @@ def mixed_indices_cases(device: torch.device | str = "cpu", seed: int = 0, **rel
 
 
 def check_mixed_indices(fn: Callable[..., Any], device: torch.device | str = "cpu", seed: int = 0, *, raises: bool = True, **relaxations: Any) -> Report:
-    """Run ``mixed_indices_cases`` against ``fn``: ConformanceError with the failing cases (or, ``raises=False``, a report of them)."""
+    """Run ``mixed_indices_cases`` against ``fn``: ConformanceError with the failing cases (or, ``raises=False``, a report of them). ArgumentDtypeError for a ``fn`` that cannot be called."""
+    check_function("check_mixed_indices", "fn", fn, "a function that is called as dsv4_ops.build_mixed_sparse_indices is")
     cases, left_out = _select(device, seed, **relaxations)
     report = run_cases(fn, cases, left_out=left_out)
     if raises:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from .basics import check_options, samples
+from .. import _checks
+from ..topk import MAX_K
+from .basics import check_function, check_options, samples
 from .cases import EXACT, Case, Report, from_sample, from_source, kept, run_cases
 
 __all__ = ["check_topk", "topk_cases"]
@@ -64,6 +66,8 @@ def _select(
     seed: int,
 ) -> tuple[list[Case], dict[str, str]]:
     check_options("topk_cases", order=(order, "ascending"), ties=(ties, "lowest"), nan=(nan, "never"))
+    if k is not None:
+        _checks.integer("topk_cases", "k", k, 1, MAX_K)
     comparison = EXACT
     relaxed = {name: value for name, value, strict in (("order", order, "ascending"), ("ties", ties, "lowest"), ("nan", nan, "never")) if value != strict}
     cases = [from_sample("topk", i, sample, device, seed) for i, sample in enumerate(samples("topk", device, seed))]
@@ -104,13 +108,14 @@ def topk_cases(
 
     The default is that op's contract. What a kernel promises less of: ``order="any"``, ``ties="any"`` and ``nan="any"`` as in
     ``assert_topk``; ``lengths_in_range=True`` leaves out cases with lengths outside ``[0, width]`` (or fewer than rows);
-    ``max_seq_len=False`` those that pass it; ``k`` replaces every case's k; ``dtypes`` and ``accepts(case)`` leave out what it does not take.
+    ``max_seq_len=False`` those that pass it; ``k`` (1 to 4096) replaces every case's k; ``dtypes`` and ``accepts(case)`` leave out what it does not take.
     """
     return _select(order, ties, nan, lengths_in_range, max_seq_len, k, dtypes, accepts, device, seed)[0]
 
 
 def check_topk(fn: Callable[..., Any], device: torch.device | str = "cpu", seed: int = 0, *, raises: bool = True, **relaxations: Any) -> Report:
-    """Run ``topk_cases`` against ``fn``: ConformanceError with the failing cases (or, ``raises=False``, a report of them)."""
+    """Run ``topk_cases`` against ``fn``: ConformanceError with the failing cases (or, ``raises=False``, a report of them). ArgumentDtypeError for a ``fn`` that cannot be called."""
+    check_function("check_topk", "fn", fn, "a function that is called as dsv4_ops.topk is")
     defaults: dict[str, Any] = {"order": "ascending", "ties": "lowest", "nan": "never", "lengths_in_range": False, "max_seq_len": True, "k": None, "dtypes": None, "accepts": None}
     unknown = set(relaxations) - set(defaults)
     if unknown:

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from .cases import ConformanceError, Report
+from .basics import check_function
+from .cases import ConformanceError, Report, own_frame
 
 __all__ = ["WorkspaceCase", "check_workspace", "workspace_cases"]
 
@@ -37,7 +38,8 @@ class WorkspaceCase:
         try:
             self.function(make)
         except Exception as error:
-            what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            where = own_frame(error)  # none: what was asserted is the case's own
+            what = str(error) if isinstance(error, AssertionError) and not where else f"{type(error).__name__}: {error}{where}"
             failure = ConformanceError(f"workspace: case {self.id!r}: {what}\n\nTo repeat it, define make and run:\n\n{self.reproduction()}")
             failure.reproduction = self.reproduction()
             raise failure from error
@@ -169,21 +171,26 @@ def growth_inside_a_capture_is_refused(make: Make) -> None:
 
 
 def threads_that_use_their_own_slots_do_not_disturb_each_other(make: Make) -> None:
-    manager, wrong = make(), []
+    manager, wrong, errors = make(), [], []
     barrier = threading.Barrier(4)
 
     def work(lane: int, ubatch: int) -> None:
         barrier.wait()
-        for size in itertools.islice(itertools.cycle((100, 5000, 70_000)), 30):
-            view = manager.get(((size,), torch.uint8), lane=lane, ubatch=ubatch)[0].fill_(2 * lane + ubatch + 1)
-            if not bool((view == 2 * lane + ubatch + 1).all()):
-                wrong.append((lane, ubatch))
+        try:
+            for size in itertools.islice(itertools.cycle((100, 5000, 70_000)), 30):
+                view = manager.get(((size,), torch.uint8), lane=lane, ubatch=ubatch)[0].fill_(2 * lane + ubatch + 1)
+                if not bool((view == 2 * lane + ubatch + 1).all()):
+                    wrong.append((lane, ubatch))
+        except Exception as error:  # a thread's exceptions do not reach the one that joins it
+            errors.append(error)
 
     workers = [threading.Thread(target=work, args=slot) for slot in itertools.product((0, 1), (0, 1))]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
+    if errors:
+        raise errors[0]
     assert not wrong, f"scratch of (lane, ubatch) {sorted(set(wrong))} was overwritten by another thread"
 
 
@@ -214,8 +221,7 @@ def check_workspace(manager: Make, *, captures: bool = True, raises: bool = True
 
     For instance ``check_workspace(lambda: WorkspaceManager("cpu", num_lanes=2, num_ubatches=2))``.
     """
-    if not callable(manager):
-        raise TypeError(f"check_workspace: manager must be a function that gives a new manager (cases lock theirs), got {type(manager).__name__}.")
+    check_function("check_workspace", "manager", manager, "a function that gives a new manager (cases lock theirs)")
     report = Report("workspace", left_out={} if captures else {f.__name__.replace("_", " "): "captures" for f in _CAPTURES})
     for case in workspace_cases(captures=captures):
         try:

@@ -2,7 +2,7 @@
 
 Everything here that PyTorch does not document is used nowhere else: ``node.meta["custom"]`` (written by
 ``torch.fx.traceback.annotate``) and ``node.meta["eager_input_vals"]``, the two auto_functionalized forms, and the arguments of
-``invoke_subgraph``. Tried with torch 2.11 and 2.13.
+``invoke_subgraph``. Tried with torch 2.11, 2.13 and 2.14.
 
 ========================  ==========================================================================================
 form                      a call of ``toy::scan(Tensor x, Tensor(a!) out, *, int lane=-1) -> ()`` in the graph

@@ -50,7 +50,7 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("default"),  # in 2.11 and 2.13 this includes both reorderings
+    Setting("default"),  # in 2.11, 2.13 and 2.14 this includes both reorderings
     Setting("reordering", patches={"reorder_for_peak_memory": True, "reorder_for_locality": True}),
     Setting("no reordering, first functionalization", patches={"reorder_for_peak_memory": False, "reorder_for_locality": False, "enable_auto_functionalized_v2": False}),
     Setting("slot", door="slot"),

@@ -161,7 +161,7 @@ def test_an_unregistered_op_warns_where_lanes_are_bound_in_the_slot() -> None:
 
 @pytest.mark.parametrize("ambient", [False, True])
 def test_an_unregistered_op_called_without_a_python_frame(ambient: bool) -> None:
-    """As by Inductor's C++ code (cpp_wrapper; by default PyTorch 2.11 and 2.13 put a frame of the op there). Who asks is told from ops
+    """As by Inductor's C++ code (cpp_wrapper; by default PyTorch 2.11, 2.13 and 2.14 put a frame of the op there). Who asks is told from ops
     that were left ambient only where there are none: silent otherwise."""
     unknown, other = op(f"unknown_in_cpp_{ambient}"), op(f"other_in_cpp_{ambient}")
 

@@ -61,6 +61,15 @@ def last_stride_one(where: str, name: str, value: torch.Tensor) -> None:
         raise ArgumentShapeError(where, name, "dense in its last dimension (stride 1)", f"strides {list(value.stride())}", f"Pass {name}.contiguous().")
 
 
+def index_rows(where: str, name: str, indices: torch.Tensor, lens: torch.Tensor, tokens: int, like: str) -> None:
+    """``{name}_indices`` [tokens, any width], dense rows, and ``{name}_lens`` [tokens]; ``like`` names the argument that has so many tokens."""
+    tensor(where, f"{name}_indices", indices, INDEX, 2)
+    shape(where, f"{name}_indices", indices, (tokens, None), f"[tokens, width] with {tokens} tokens as in {like}")
+    last_stride_one(where, f"{name}_indices", indices)
+    tensor(where, f"{name}_lens", lens, INDEX, 1)
+    shape(where, f"{name}_lens", lens, (tokens,), f"[tokens] with {tokens} tokens as in {like}")
+
+
 def same_device(where: str, **tensors: torch.Tensor | None) -> None:
     """All given tensors live on one device."""
     first: tuple[str, torch.device] | None = None

@@ -160,11 +160,7 @@ def _check(a: _Arguments) -> None:
     if a.extra_indices is not None and a.extra_lens is not None:
         parts.append(("extra", a.extra_indices, a.extra_lens))
     for name, indices, lens in parts:
-        _checks.tensor(where, f"{name}_indices", indices, _checks.INDEX, 2)
-        _checks.shape(where, f"{name}_indices", indices, (tokens, None), f"[tokens, width] with {tokens} tokens as in swa_indices")
-        _checks.last_stride_one(where, f"{name}_indices", indices)
-        _checks.tensor(where, f"{name}_lens", lens, _checks.INDEX, 1)
-        _checks.shape(where, f"{name}_lens", lens, (tokens,), f"[tokens] with {tokens} tokens as in swa_indices")
+        _checks.index_rows(where, name, indices, lens, tokens, "swa_indices")
         widths.append(indices.shape[1])
     for name in ("swa", "extra"):
         slots, size, span = (getattr(a, f"{name}_{part}") for part in ("slots", "block_size", "block_span"))

@@ -97,7 +97,29 @@ def sparse_mla_decode(
     )
 
 
-def _check(
+class _Arguments(NamedTuple):
+    q: torch.Tensor
+    swa_cache: torch.Tensor
+    swa_indices: torch.Tensor
+    swa_lens: torch.Tensor
+    extra_cache: torch.Tensor | None
+    extra_indices: torch.Tensor | None
+    extra_lens: torch.Tensor | None
+    attn_sink: torch.Tensor | None
+    scale: float
+    lane: int
+    backend: str
+
+    @property
+    def segments(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Cache, indices and lengths of the window, and of the records where the call has them."""
+        found = [(self.swa_cache, self.swa_indices, self.swa_lens)]
+        if self.extra_cache is not None and self.extra_indices is not None and self.extra_lens is not None:
+            found.append((self.extra_cache, self.extra_indices, self.extra_lens))
+        return found
+
+
+def _arguments(
     q: torch.Tensor,
     swa_cache: torch.Tensor,
     swa_indices: torch.Tensor,
@@ -110,59 +132,46 @@ def _check(
     scale: float,
     lane: int = -1,
     backend: str = "auto",
-) -> None:
-    where = "sparse_mla_decode"
+) -> _Arguments:
+    return _Arguments(q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, attn_sink, scale, lane, backend)
+
+
+_one_value = _registry.unpacked(_arguments)
+
+
+@_one_value
+def _check(a: _Arguments) -> None:
+    where, q = "sparse_mla_decode", a.q
     _checks.tensor(where, "q", q, _checks.FLOATS, 3)
     _checks.shape(where, "q", q, (None, None, HEAD_DIM), f"[tokens, heads, {HEAD_DIM}]")
     _checks.last_stride_one(where, "q", q)
-    given = {"extra_cache": extra_cache, "extra_indices": extra_indices, "extra_lens": extra_lens}
+    given = {"extra_cache": a.extra_cache, "extra_indices": a.extra_indices, "extra_lens": a.extra_lens}
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
         raise ArgumentError(where, ", ".join(given), "all given or all None", f"None for {', '.join(missing)}")
-    segments = [("swa", swa_cache, swa_indices, swa_lens)]
-    if extra_cache is not None and extra_indices is not None and extra_lens is not None:
-        segments.append(("extra", extra_cache, extra_indices, extra_lens))
-    for name, cache, indices, lens in segments:
+    for name, (cache, indices, lens) in zip(("swa", "extra"), a.segments, strict=False):
         check_cache(where, f"{name}_cache", cache)
-        _checks.tensor(where, f"{name}_indices", indices, _checks.INDEX, 2)
-        _checks.shape(where, f"{name}_indices", indices, (q.shape[0], None), f"[tokens, width] with {q.shape[0]} tokens as in q")
-        _checks.last_stride_one(where, f"{name}_indices", indices)
-        _checks.tensor(where, f"{name}_lens", lens, _checks.INDEX, 1)
-        _checks.shape(where, f"{name}_lens", lens, (q.shape[0],), f"[tokens] with {q.shape[0]} tokens as in q")
-    if attn_sink is not None:
-        _checks.tensor(where, "attn_sink", attn_sink, _checks.FLOATS, 1)
-        _checks.shape(where, "attn_sink", attn_sink, (q.shape[1],), f"[heads] with {q.shape[1]} heads as in q")
+        _checks.index_rows(where, name, indices, lens, q.shape[0], "q")
+    if a.attn_sink is not None:
+        _checks.tensor(where, "attn_sink", a.attn_sink, _checks.FLOATS, 1)
+        _checks.shape(where, "attn_sink", a.attn_sink, (q.shape[1],), f"[heads] with {q.shape[1]} heads as in q")
     _checks.same_device(
-        where, q=q, swa_cache=swa_cache, swa_indices=swa_indices, swa_lens=swa_lens, extra_cache=extra_cache,
-        extra_indices=extra_indices, extra_lens=extra_lens, attn_sink=attn_sink,
+        where, q=q, swa_cache=a.swa_cache, swa_indices=a.swa_indices, swa_lens=a.swa_lens, extra_cache=a.extra_cache,
+        extra_indices=a.extra_indices, extra_lens=a.extra_lens, attn_sink=a.attn_sink,
     )  # fmt: skip
-    _checks.lane(where, lane)
-    _decode_backends.check(where, backend, scale, q, swa_cache, swa_indices, extra_cache, extra_indices)
+    _checks.lane(where, a.lane)
+    _decode_backends.check(where, a.backend, a.scale, q, a.swa_cache, a.swa_indices, a.extra_cache, a.extra_indices)
 
 
-def _reference(
-    q: torch.Tensor,
-    swa_cache: torch.Tensor,
-    swa_indices: torch.Tensor,
-    swa_lens: torch.Tensor,
-    extra_cache: torch.Tensor | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_lens: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    *,
-    scale: float,
-    lane: int = -1,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+@_one_value
+def _reference(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    q, attn_sink = a.q, a.attn_sink
     tokens, heads, _ = q.shape
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = torch.full((tokens, heads), float("-inf"), dtype=torch.float32, device=q.device)
-    segments = [(swa_cache, swa_indices, swa_lens)]
-    if extra_cache is not None and extra_indices is not None and extra_lens is not None:
-        segments.append((extra_cache, extra_indices, extra_lens))
     for t in range(tokens):
         keys = []
-        for cache, indices, lens in segments:
+        for cache, indices, lens in a.segments:
             row = indices[t].tolist()[: max(0, int(lens[t]))]
             slots = [slot for slot in row if 0 <= slot < cache.shape[0] * cache.shape[1]]
             if slots:
@@ -170,7 +179,7 @@ def _reference(
         if not keys:
             continue
         key = torch.cat(keys)
-        logits = scale * (q[t].double() @ key.t())  # [H, keys]
+        logits = a.scale * (q[t].double() @ key.t())  # [H, keys]
         total = torch.logsumexp(logits, 1)
         lse[t] = total
         denominator = total if attn_sink is None else torch.logaddexp(total, attn_sink.double())
@@ -179,36 +188,25 @@ def _reference(
     return out, lse
 
 
-def _torch(
-    q: torch.Tensor,
-    swa_cache: torch.Tensor,
-    swa_indices: torch.Tensor,
-    swa_lens: torch.Tensor,
-    extra_cache: torch.Tensor | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_lens: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    *,
-    scale: float,
-    lane: int = -1,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen = _decode_backends.chosen(backend, "reference", q, swa_cache, swa_indices, extra_cache, extra_indices)
-    if chosen != "reference":
-        return _run(chosen, q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, attn_sink, scale, lane)
+@_one_value
+def _torch(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    return _run(_chosen(a, "reference"), a)
+
+
+def _plain(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """The PyTorch implementation, on any device."""
+    q = a.q
     tokens, heads, _ = q.shape
     group, columns = _CPU_TILE if q.device.type == "cpu" else _DEVICE_TILE
     padding = -tokens % group
-    segments = [_segment(swa_cache, swa_indices, swa_lens, padding, group, columns)]
-    if extra_cache is not None and extra_indices is not None and extra_lens is not None:
-        segments.append(_segment(extra_cache, extra_indices, extra_lens, padding, group, columns))
+    segments = [_segment(*segment, padding, group, columns) for segment in a.segments]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
-    sink = None if attn_sink is None else attn_sink.to(torch.float32)
+    sink = None if a.attn_sink is None else a.attn_sink.to(torch.float32)
     for g, start in enumerate(range(0, tokens, group)):
         rows = min(group, tokens - start)
         query = q.new_zeros((group, heads, HEAD_DIM), dtype=torch.float32)
-        query[:rows] = q[start : start + rows].to(torch.float32) * scale
+        query[:rows] = q[start : start + rows].to(torch.float32) * a.scale
         result, total = _attend(query, [(s.cache, s.slots[start : start + group], s.blocks[g]) for s in segments], columns)
         if sink is not None:
             # exp(lse) / (exp(lse) + exp(sink)), in the one form that neither overflows nor meets inf - inf for finite lse
@@ -270,68 +268,32 @@ def _attend(query: torch.Tensor, segments: list[tuple[torch.Tensor, torch.Tensor
     return out, (largest + total.log()).squeeze(-1)
 
 
-def _triton(
-    q: torch.Tensor,
-    swa_cache: torch.Tensor,
-    swa_indices: torch.Tensor,
-    swa_lens: torch.Tensor,
-    extra_cache: torch.Tensor | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_lens: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    *,
-    scale: float,
-    lane: int = -1,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen = _decode_backends.chosen(backend, "triton", q, swa_cache, swa_indices, extra_cache, extra_indices)
-    return _run(chosen, q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, attn_sink, scale, lane)
+@_one_value
+def _triton(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    return _run(_chosen(a, "triton"), a)
 
 
-def _run(
-    backend: str,
-    q: torch.Tensor,
-    swa_cache: torch.Tensor,
-    swa_indices: torch.Tensor,
-    swa_lens: torch.Tensor,
-    extra_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_lens: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    scale: float,
-    lane: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _chosen(a: _Arguments, own: str) -> str:
+    return _decode_backends.chosen(a.backend, own, a.q, a.swa_cache, a.swa_indices, a.extra_cache, a.extra_indices)
+
+
+def _run(backend: str, a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """The call by the back end of that name."""
     if backend == "reference":
-        return _torch(q, swa_cache, swa_indices, swa_lens, extra_cache, extra_indices, extra_lens, attn_sink, scale=scale, lane=lane, backend=backend)
-    window, extra = (swa_cache, swa_indices, swa_lens), None
-    if extra_cache is not None and extra_indices is not None and extra_lens is not None:
-        extra = (extra_cache, extra_indices, extra_lens)
+        return _plain(a)
     if backend == "triton":
         from ._triton import sparse_decode as kernels
 
-        return kernels.sparse_mla_decode(q, window, extra, attn_sink, scale, lane)
-    segments = [window] if extra is None else [window, extra]
+        window, *extra = a.segments
+        return kernels.sparse_mla_decode(a.q, window, extra[0] if extra else None, a.attn_sink, a.scale, a.lane)
     if backend == "flashmla":
-        return _flashmla.sparse_mla_decode(q, segments, attn_sink, scale)
-    return _flashinfer.sparse_mla_decode(q, segments, attn_sink, scale, lane)
+        return _flashmla.sparse_mla_decode(a.q, a.segments, a.attn_sink, a.scale)
+    return _flashinfer.sparse_mla_decode(a.q, a.segments, a.attn_sink, a.scale, a.lane)
 
 
-def _fake(
-    q: torch.Tensor,
-    swa_cache: torch.Tensor,
-    swa_indices: torch.Tensor,
-    swa_lens: torch.Tensor,
-    extra_cache: torch.Tensor | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_lens: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    *,
-    scale: float,
-    lane: int = -1,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+@_one_value
+def _fake(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    return a.q.new_empty(a.q.shape), a.q.new_empty(a.q.shape[:2], dtype=torch.float32)
 
 
 def _make(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .basics import check_function
 from .cases import ConformanceError, Report, own_frame
@@ -48,7 +49,7 @@ class WorkspaceCase:
         """Python that expects ``make()`` to give a new manager, and raises when the manager is wrong."""
         source = textwrap.dedent(inspect.getsource(self.function)).replace("make: Make", "make").replace(" -> None:", ":")
         helpers = "".join(inspect.getsource(helper) + "\n\n" for helper in (_Graph, _refused) if helper.__name__ in source)
-        return f"# workspace: {self.id}\nimport functools, gc, itertools, threading\nfrom collections.abc import Callable\n\nimport torch\n\n\n{helpers}{source}\n\n{self.function.__name__}(make)\n"
+        return f"# workspace: {self.id}\nimport functools, gc, itertools, threading\nfrom collections.abc import Callable\n\nimport torch\nfrom torch.multiprocessing.reductions import StorageWeakRef\n\n\n{helpers}{source}\n\n{self.function.__name__}(make)\n"
 
 
 class _Graph:
@@ -148,9 +149,13 @@ def scratch_of_a_captured_graph_outlives_growth(make: Make) -> None:
     manager, graph = make(), _Graph()
     manager.get(((1 << 20,), torch.uint8), lane=0)  # warm-up
     with manager.capture(graph):
-        address = manager.get(((1 << 20,), torch.uint8), lane=0)[0].data_ptr()
+        view = manager.get(((1 << 20,), torch.uint8), lane=0)[0]
+        address, storage = view.data_ptr(), StorageWeakRef(view.untyped_storage())
+        del view
+    owned = not storage.expired()  # else each view is made anew over memory that PyTorch does not own, and only addresses can tell
     manager.get(((4 << 20,), torch.uint8), lane=0)  # another step, larger: the graph still holds the old address
     gc.collect()
+    assert not (owned and storage.expired()), "memory that a captured graph writes to was freed"
     device = manager.get(((1,), torch.uint8), lane=0)[0].device
     others = [torch.empty(1 << 20, dtype=torch.uint8, device=device) for _ in range(64)]
     for other in (*others, manager.get(((4 << 20,), torch.uint8), lane=0)[0]):

@@ -68,13 +68,14 @@ def ops_table() -> list[dict[str, Any]]:
 
 
 def ops_markdown() -> str:
-    """The table of README."""
-    lines = ["| op | CPU | CUDA | graph-safe | out form | schema |", "|---|---|---|---|---|---|"]
+    """The table of README: what each op gives, in the first line of its docstring, and where it runs."""
+    lines = ["| op | gives | CPU | CUDA | graph-safe | out form |", "|---|---|---|---|---|---|"]
     for row in ops_table():
+        gives = (inspect.getdoc(getattr(sys.modules[str(__package__)], row["op"], None)) or "").split("\n")[0].replace("``", "`").replace("|", "\\|")
         safe = "yes" if row["graph_safe"] else f"no: {row['graph_note']}"
         out = "yes" if row["out_form"] else ("writes " + ", ".join(f"`{m}`" for m in row["mutates"]) if row["mutates"] else "no")
         cpu, cuda = (", ".join(row["backends"][d]) for d in DEVICES)
-        lines.append(f"| `{row['op']}` | {cpu} | {cuda} | {safe} | {out} | `{row['schema']}` |")
+        lines.append(f"| [`{row['op']}`](docs/api.md#{row['op']}) | {gives} | {cpu} | {cuda} | {safe} | {out} |")
     return "\n".join(lines) + "\n"
 
 

@@ -76,7 +76,7 @@ void launch(const TopkPlan& plan, const Device& device, const Args& args, int64_
   config.stream = stream;
   cudaLaunchAttribute attributes[2] = {};
   config.attrs = attributes;
-  if (device.sizes.largest_cluster > 1) {  // may be launched while the kernel before it ends: see wait_for_inputs
+  if (device.sizes.largest_cluster > 1) {  // may be launched while the kernel before it ends: see ptx::wait_for_previous_grid
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../topk_plan.h"
+#include "ptx.cuh"
 
 namespace dsv4_ops::topk_kernels {
 
@@ -84,19 +85,6 @@ __device__ __forceinline__ int scan(int value, int lane) {  // inclusive, over a
     if (lane >= offset) value += other;
   }
   return value;
-}
-
-// The launch may begin while the kernel before it ends: nothing in device memory is touched before this.
-__device__ __forceinline__ void wait_for_inputs() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_kernel_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
 }
 
 // ---- one row: what goes in and out -----------------------------------------------------------------------------------
@@ -262,13 +250,6 @@ struct Linear {
 // Past the last bin there is one that nobody reads: a branch around the increment would cost more than it saves. Lanes of
 // one bin are counted at once by the hardware.
 __device__ __forceinline__ void count_bin(uint32_t* histogram, uint32_t bin) { atomicAdd(&histogram[min(bin, static_cast<uint32_t>(kBins))], 1u); }
-
-// A store under a predicate, where the compiler would branch.
-__device__ __forceinline__ void put_if(uint32_t condition, int32_t* target, int& at, int column) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p st.s32 [%2], %3; @p add.s32 %0, %0, 1;}" : "+r"(at) : "r"(condition), "l"(target + at), "r"(column) : "memory");
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 // Smallest and largest over all threads of a block, through places that were last read before the last barrier.
 template <int kThreads>

@@ -78,7 +78,7 @@ __device__ __forceinline__ void place_columns(int32_t* target, uint32_t mask, in
   each_start<kVectors>(mask, lane, [&](int i, int start) {
     int at = place + start;
 #pragma unroll
-    for (int j = 0; j < kTopkColumns; ++j) put_if(mask & (1u << (kTopkColumns * i + j)), target, at, first + i * kSegment + j);
+    for (int j = 0; j < kTopkColumns; ++j) ptx::append_if(mask & (1u << (kTopkColumns * i + j)), target, at, first + i * kSegment + j);
   });
 }
 
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_direct
   clear_histogram<kThreads>(shared, 0);
   clear_histogram<kThreads>(shared, 1);
   if (threadIdx.x == 0) shared.few_count = 0;
-  wait_for_inputs();
+  ptx::wait_for_previous_grid();
 
   // A warp owns consecutive columns. All loads of a thread are in flight together, the length's too.
   const int first = warp * kWarpColumns + lane * kTopkColumns;
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_direct
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) row.load(score[i], first + i * kSegment, args.limit);
   }
-  let_next_kernel_begin();
+  ptx::allow_next_grid();
   if (row.length < args.limit) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {

@@ -33,34 +33,6 @@ struct ListedShared : Shared {
 };
 static_assert(sizeof(ListedShared) <= kTopkFixedBytes && kTopkFixedBytes % 16 == 0);
 
-__device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// The same place in the shared memory of the cluster's first block.
-template <class T>
-__device__ __forceinline__ T* in_first_block(T* local) {
-#if __CUDA_ARCH__ >= 900
-  uint64_t remote;
-  asm volatile("mapa.u64 %0, %1, 0;" : "=l"(remote) : "l"(local));
-  return reinterpret_cast<T*>(remote);
-#else
-  return local;
-#endif
-}
-
-__device__ __forceinline__ void list_if(uint32_t condition, uint32_t& at, float score, int column) {  // as put_if
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p st.shared.v2.b32 [%0], {%2, %3}; @p add.u32 %0, %0, 8;}" : "+r"(at) : "r"(condition), "r"(__float_as_uint(score)), "r"(column) : "memory");
-}
-
 // Of a warp's vectors, the columns equal to the bound: listed apart, while a block has few of them, else marked.
 // `column_of(i)` is the lane's first column of vector i.
 template <int kVectors, class ColumnOf>
@@ -112,12 +84,12 @@ __device__ __forceinline__ void list_columns(ListedShared& shared, uint2* list, 
     if (lane == 31) start = atomicAdd(&shared.listed, through);
     start = __shfl_sync(kAll, start, 31) + through - own;
     if (start + own > size) mask = 0;  // too many: the count tells
-    uint32_t at = shared_address(list + start);
+    uint32_t at = ptx::address(list + start);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int column = static_cast<int>(column_of(i));
 #pragma unroll
-      for (int j = 0; j < kTopkColumns; ++j) list_if(mask & (1u << (kTopkColumns * i + j)), at, score[i][j], column + j);
+      for (int j = 0; j < kTopkColumns; ++j) ptx::append_if(mask & (1u << (kTopkColumns * i + j)), at, uint2{__float_as_uint(score[i][j]), static_cast<uint32_t>(column + j)});
     }
   }
   if (__any_sync(kAll, equal)) mark_equal(shared, bitmap, bound, score, lane, column_of);
@@ -252,7 +224,7 @@ __device__ __noinline__ void load_and_rank(Shared& shared, const Args& args, con
 template <class Format, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1) topk_passes(const __grid_constant__ Args args) {
   __shared__ Shared shared;
-  wait_for_inputs();
+  ptx::wait_for_previous_grid();
   const Row<Format> row(args, blockIdx.x);
   rank_by_passes<Format, kThreads>(shared, args, row, 0);
 }
@@ -267,14 +239,14 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
   uint2* const list = reinterpret_cast<uint2*>(bitmap + args.bitmap_words);        // (score, column), a segment for each block
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int blocks = args.cluster, rank = blocks == 1 ? 0 : blockIdx.x % blocks, segment_size = args.listed / blocks;
-  if (blocks > 1) cluster_arrive();  // waited for before the first store into another block
+  if (blocks > 1) ptx::cluster_arrive_release();  // waited for before the first store into another block
 
   clear_histogram<kThreads>(shared, 0);
   clear_histogram<kThreads>(shared, 1);
 #pragma unroll 1
   for (int i = threadIdx.x; i < args.bitmap_words / 4; i += kThreads) reinterpret_cast<uint4*>(bitmap)[i] = uint4{0, 0, 0, 0};
   if (threadIdx.x == 0) shared.bound = kAll, shared.above = 0, shared.listed = 0, shared.equal = 0, shared.equal_listed = kFewEqual, shared.few_count = 0;
-  wait_for_inputs();
+  ptx::wait_for_previous_grid();
   const Row<Format> row(args, blockIdx.x / blocks);
 
   // Tile t of a block: four chunks for each warp. Chunk c of a block is chunk c * blocks + rank of the row.
@@ -294,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
   }
   const int length = row.length;
   if (length <= kTile * kVectors) {
-    let_next_kernel_begin();
+    ptx::allow_next_grid();
     if (rank > 0) return;  // cluster barriers no longer count a block that has left
     constexpr int kFewVectors = kVectors < 2 ? kVectors : 2;
     return length <= kTile * kFewVectors ? load_and_rank<Format, kThreads, kFewVectors>(shared, args, row) : load_and_rank<Format, kThreads, kVectors>(shared, args, row);
@@ -425,36 +397,36 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
   } else {
     list_columns(shared, list, segment_size, bitmap, bound_score, held, lane, [&](int i) { return column_of(i); });
   }
-  let_next_kernel_begin();
+  ptx::allow_next_grid();
   __syncthreads();
   const int own_equal = shared.equal;
   const uint32_t own_bound = bound;
-  if (blocks > 1) cluster_wait();
+  if (blocks > 1) ptx::cluster_wait_acquire();
   if (rank > 0) {  // to the first block
-    ListedShared& first = *in_first_block(&shared);
+    ListedShared& first = *ptx::pointer_in(&shared, 0);
     const int equal_listed = min(shared.equal, shared.equal_listed);
     if (threadIdx.x == 0) {
       first.block_listed[rank] = shared.listed, first.block_bound[rank] = bound, first.block_most[rank] = most;
       first.block_equal[rank] = shared.equal, first.block_equal_listed[rank] = equal_listed;
     }
     if (threadIdx.x < equal_listed) first.equal_columns[rank][threadIdx.x] = shared.equal_columns[0][threadIdx.x];
-    uint2* const first_list = in_first_block(list) + rank * segment_size;
+    uint2* const first_list = ptx::pointer_in(list, 0) + rank * segment_size;
 #pragma unroll 1
     for (int i = threadIdx.x; i < min(shared.listed, segment_size); i += kThreads) first_list[i] = list[i];
     if (shared.equal > equal_listed) {
-      uint32_t* const first_bitmap = in_first_block(bitmap);
+      uint32_t* const first_bitmap = ptx::pointer_in(bitmap, 0);
 #pragma unroll 1
       for (int word = threadIdx.x * blocks + rank; word < args.bitmap_words; word += kThreads * blocks) first_bitmap[word] = bitmap[word];
     }
-    cluster_arrive();
+    ptx::cluster_arrive_release();
     return;
   }
   // All blocks' findings, one of each lane.
   int block_listed = lane == 0 ? shared.listed : 0, block_equal = lane == 0 ? shared.equal : 0, block_equal_listed = lane == 0 ? min(shared.equal, shared.equal_listed) : 0;
   uint32_t block_bound = lane == 0 ? bound : 0u;
   if (blocks > 1) {
-    cluster_arrive();
-    cluster_wait();
+    ptx::cluster_arrive_release();
+    ptx::cluster_wait_acquire();
     if (lane > 0 && lane < blocks) {
       block_listed = shared.block_listed[lane], block_bound = shared.block_bound[lane];
       block_equal = shared.block_equal[lane], block_equal_listed = shared.block_equal_listed[lane];

@@ -392,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--parts", help="comma-separated (default: shipped,soak; on a GPU all)")
     parser.add_argument("--steps", type=int, help="of the soak, all modes together (default: 10000 on a GPU, else 400)")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no part after so many, and end the soak early (default: no limit)")
+    parser.add_argument("--seconds", type=float, default=results.allowed_s(math.inf), help="begin no part after so many, and end the soak early (default: no limit, or what benchmarks.record allows)")
     options = parser.parse_args(arguments)
     device, gpu = options.device, options.device != "cpu"
     from dsv4_ops.engine.runner import default_model

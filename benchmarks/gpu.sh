@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Everything that a GPU machine shows, by one command: bash benchmarks/gpu.sh [TOPIC ...]
+# Everything that a GPU machine shows, by one command: bash benchmarks/gpu.sh [TOPIC[=SECONDS] ...]
 #
 # Builds in place with the interpreter named by PYTHON (default python3), runs the topics (default: all) and writes
-# benchmarks/results/<gpu>/<topic>.json. RESULTS_DIR writes elsewhere, PEERS_DIR names a folder with peers to measure beside
-# (topk, kernels, sampling, attention, conformance, bench; python3 -m benchmarks.peers DIR fills one), COMMIT names the commit where the checkout came without its history.
-# Topics: tests, topk, kernels, sampling, attention, lanes, bench (the picture of topk), sanitizer; left out when none is named: parallel (needs two GPUs), engine (it also runs without
-# a GPU: python -m benchmarks.engine) and conformance (cases that functions of PEERS_DIR answer otherwise than ours).
+# benchmarks/results/<gpu>/<topic>.json. PREBUILT=1 takes the extensions that lie in dsv4_ops/. RESULTS_DIR writes elsewhere, PEERS_DIR names a folder with
+# peers to measure beside (topk, kernels, sampling, attention, conformance, bench; python3 -m benchmarks.peers DIR fills one), COMMIT names the commit
+# where the checkout came without its history. benchmarks/record.py has the topics and their time limits, and says what LIMIT_S, <TOPIC>_ARGS and ARCHIVE do.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHON="${PYTHON:-python3}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -13,11 +12,6 @@ export PYTHON="${PYTHON:-python3}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export CC=/usr/bin/gcc CXX=/usr/bin/g++
 "$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device: this script measures a GPU"'
 
-DSV4_OPS_BUILD=require "$PYTHON" setup.py -q build_ext --inplace
-if [ $# -eq 0 ]; then set -- tests topk kernels sampling attention lanes bench sanitizer; fi
-failed=""
-for topic in "$@"; do
-    "$PYTHON" -m benchmarks."$topic" || failed="$failed $topic"
-done
-echo "wall time: ${SECONDS} s"
-if [ -n "$failed" ]; then echo "failed:$failed"; exit 1; fi
+if [ -z "${PREBUILT:-}" ]; then DSV4_OPS_BUILD=require "$PYTHON" setup.py -q build_ext --inplace; fi
+"$PYTHON" -c 'import dsv4_ops; assert "_C_cuda" in dsv4_ops.loaded, dsv4_ops.skipped'
+exec "$PYTHON" -m benchmarks.record "$@"

@@ -250,7 +250,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.parallel", description=__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--limit-s", type=float, default=600.0, help="nothing new is begun after so many seconds; what is left out is written as skipped")
+    parser.add_argument("--limit-s", type=float, default=results.allowed_s(600.0), help="nothing new is begun after so many seconds; what is left out is written as skipped")
     options = parser.parse_args()
     found = torch.cuda.device_count()
     if options.device == "cuda" and found < options.ranks:

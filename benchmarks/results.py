@@ -31,6 +31,11 @@ def chosen_by(variable: str) -> Callable[[object], bool]:
     return lambda value: not allowed or str(value) in allowed
 
 
+def allowed_s(otherwise: float) -> float:
+    """Seconds after which a topic should begin nothing new: four fifths of what ``benchmarks.record`` lets it take, so that it ends by itself; ``otherwise`` by hand."""
+    return 0.8 * float(os.environ["TOPIC_SECONDS"]) if "TOPIC_SECONDS" in os.environ else otherwise
+
+
 @contextlib.contextmanager
 def measuring(topic: str, narrowed: object, record: Callable[[str], object]) -> Iterator[None]:
     """A block that measures; ``record(name)`` keeps what it has, however the block ends (SIGTERM, which ``timeout`` sends, included).
@@ -48,10 +53,13 @@ def measuring(topic: str, narrowed: object, record: Callable[[str], object]) -> 
 
 
 def write(topic: str, env: dict[str, Any] | None = None, quiet: bool = False, **content: Any) -> Path:
-    """Write ``<folder>/<topic>.json``; ``env`` is added to what is known of the machine."""
-    path = folder() / f"{topic}.json"
-    head = {"topic": topic, "command": f"bash benchmarks/gpu.sh {topic}", "commit": commit(), "date": datetime.date.today().isoformat(), "env": environment() | (env or {})}
+    """Write ``<folder>/<topic>.json``; ``env`` is added to what is known of the machine. A whole result takes the place of a part."""
+    path, whole = folder() / f"{topic}.json", topic.removesuffix("-part")
+    command = os.environ.get("RECORD_COMMAND") or f"bash benchmarks/gpu.sh {whole}"
+    head = {"topic": topic, "command": command, "commit": commit(), "date": datetime.date.today().isoformat(), "env": environment() | (env or {})}
     path.write_text(text({**head, **content}))
+    if topic == whole:
+        path.with_name(f"{topic}-part.json").unlink(missing_ok=True)
     if not quiet:
         print(f"wrote {path}")
         if head["commit"] == "unknown":

@@ -6,8 +6,8 @@ tools see the kernels and nothing else; each tensor has an allocation of its own
 A tool passes when it reports nothing *and* every result is right.
 
 Each tool's calls are shared out to processes (``shares``), as many at once as the machine has cores: they start Python and compile
-kernels far longer than they compute. SANITIZER_OPS and SANITIZER_TOOLS (comma-separated) narrow the run; SANITIZER_SECONDS (170) ends it, and what
-was not finished by then is said; SANITIZER_LOGS names a folder for the tools' output. Without a tool, or on a machine that it
+kernels far longer than they compute. SANITIZER_OPS and SANITIZER_TOOLS (comma-separated) narrow the run; SANITIZER_SECONDS (170) or SIGTERM ends it, and what
+was not finished by then is said (a run that is narrowed or not finished is written as ``sanitizer-part.json``); SANITIZER_LOGS names a folder for the tools' output. Without a tool, or on a machine that it
 refuses, the outcome is ``skipped`` with the reason.
 """
 
@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -238,7 +239,9 @@ def outcome(tool: str, code: int | None, output: str, seconds: float) -> dict[st
 def run_tools(command: str, tools: list[str], found: list[list[str]]) -> list[dict[str, Any]]:
     """Every share under every tool, each in a process of its own; a row for each, tools in their order."""
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
-    limit, start = float(os.environ.get("SANITIZER_SECONDS", "170")), time.perf_counter()
+    end = time.perf_counter() + float(os.environ.get("SANITIZER_SECONDS") or results.allowed_s(170))
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     folder = Path(os.environ.get("SANITIZER_LOGS") or tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -247,16 +250,20 @@ def run_tools(command: str, tools: list[str], found: list[list[str]]) -> list[di
         with log.open("wb") as file:
             arguments = [command, "--tool", tool, "--error-exitcode", str(ERRORS), *options, sys.executable, "-m", "benchmarks.sanitizer", "--calls", *share]
             process = subprocess.Popen(arguments, cwd=results.ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            return process.wait(max(1.0, limit - (time.perf_counter() - start)))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the tool, and the program that it runs
-            process.wait()
-            return None
+        while process.poll() is None and not over():
+            time.sleep(0.2)
+        if process.poll() is not None:
+            return process.returncode
+        os.killpg(process.pid, signal.SIGKILL)  # the tool, and the program that it runs
+        process.wait()
+        return None
+
+    def over() -> bool:
+        return stopped.is_set() or time.perf_counter() > end
 
     def row(tool: str, number: int) -> dict[str, Any]:
         share, log, began = found[number], folder / f"{tool}-{number}.log", time.perf_counter()
-        code = run(tool, TOOLS[tool], share, log) if began - start < limit else None
+        code = None if over() else run(tool, TOOLS[tool], share, log)
         text = log.read_text(errors="replace") if log.exists() else ""
         if "unrecognised option" in text or "unrecognized option" in text:
             code = run(tool, (), share, log)  # another version of the tool: its defaults
@@ -284,7 +291,8 @@ def main() -> int:
     ops = {op.name: {"backend": op.backends["cuda"], "calls": sum(1 for _ in calls_of(op))} for op in chosen_ops()}
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout.strip().splitlines() if command else []
     method = "each tool over all calls of ops with a CUDA kernel; PYTORCH_NO_CUDA_MEMORY_CACHING=1; results compared with the same op on the CPU"
-    results.write("sanitizer", {"compute_sanitizer": version[-1] if version else None}, method=method, wall_s=round(time.perf_counter() - start, 1), ops=ops, rows=rows)
+    part = any("exit_code" in row and row["exit_code"] is None for row in rows) or os.environ.get("SANITIZER_OPS") or os.environ.get("SANITIZER_TOOLS")
+    results.write("sanitizer-part" if part else "sanitizer", {"compute_sanitizer": version[-1] if version else None}, method=method, wall_s=round(time.perf_counter() - start, 1), ops=ops, rows=rows)
     for row in rows:
         print(f"{row['case']:10} {'ok' if row['ok'] else row.get('skipped', 'FAILED')}  {'; '.join(row.get('summary', []))}  {row.get('calls', '')}")
         for line in row.get("first_lines", []):

@@ -28,6 +28,7 @@ from .dflash import DFlashInputs, capture_query_lens, draft_buffer_tokens, prepa
 from .draft_step import DraftStep, prepare_draft_step  # noqa: E402
 from .key_rows import KeyRows, sparse_key_rows  # noqa: E402
 from .kv_cache import kv_cache_gather, kv_cache_insert, kv_page_bytes, kv_page_offsets, new_kv_cache  # noqa: E402
+from .lane_context import current_lane, use_workspace_lane, use_workspace_ubatch  # noqa: E402
 from .mixed_indices import build_mixed_sparse_indices, global_topk_indices, mixed_row_width  # noqa: E402
 from .rejection import rejection_sample  # noqa: E402
 from .sampling import STREAM_ACCEPTANCE, STREAM_DRAFT, STREAM_PLAIN, STREAM_RECOVERY, gumbel_sample  # noqa: E402
@@ -37,14 +38,7 @@ from .swa_indices import causal_swa_indices, decode_swa_width, draft_swa_indices
 from .swiglu import SwiGLUParams, swiglu, swiglu_per_expert  # noqa: E402
 from .topk import topk, topk_merge, topk_values  # noqa: E402
 from .topk_slots import topk_slots  # noqa: E402
-from .workspace import (  # noqa: E402
-    WorkspaceManager,
-    current_lane,
-    num_workspace_lanes,
-    use_workspace_lane,
-    use_workspace_ubatch,
-    workspace_manager,
-)
+from .workspace import WorkspaceManager, num_workspace_lanes, workspace_manager  # noqa: E402
 
 _registry.seal()
 

@@ -17,7 +17,7 @@ from .errors import (
     ArgumentError,
     ArgumentShapeError,
 )
-from .workspace import AMBIENT, MAX_LANES
+from .lane_context import AMBIENT, MAX_LANES
 
 FLOATS = (torch.float32, torch.bfloat16)
 INDEX = (torch.int32, torch.int64)

@@ -25,7 +25,7 @@ import torch.fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from ..errors import PassError
-from ..workspace import LANE_MARK, REGION_MARK
+from ..lane_context import LANE_MARK, REGION_MARK
 
 __all__ = ["Body", "OpCall", "as_op_call", "bodies", "clone_body", "find_op_nodes", "graph_text", "lane_mark", "region_mark", "set_lane_mark", "source_of", "storage_of"]
 

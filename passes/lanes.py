@@ -32,9 +32,9 @@ from typing import Any
 import torch
 import torch.fx
 
-from .. import workspace
+from .. import lane_context
 from ..errors import PassError
-from ..workspace import AMBIENT
+from ..lane_context import AMBIENT
 from . import fx_utils, workspace_ops
 from .base import LanePass, logger
 from .watch import watched
@@ -211,7 +211,7 @@ class BindLanes(LanePass):
     rather than loading code that was bound to other lanes, and such bodies are refused.
     """
 
-    files = (Path(workspace_ops.__file__), Path(workspace.__file__))
+    files = (Path(workspace_ops.__file__), Path(lane_context.__file__))
 
     def __init__(self, unmarked: int | None = None) -> None:
         self.unmarked = unmarked

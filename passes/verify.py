@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.fx
 
-from .. import workspace
+from .. import lane_context
 from ..errors import PassError
-from ..workspace import AMBIENT
+from ..lane_context import AMBIENT
 from . import fx_utils, lanes, workspace_ops
 from .base import LanePass
 from .lanes import Regions
@@ -39,7 +39,7 @@ _SHOWN = 10
 class VerifyLanes(LanePass):
     """Verifier for Inductor's ``post_grad_custom_post_pass`` slot, and for Dynamo's graph by :meth:`check`."""
 
-    files = (Path(lanes.__file__), Path(workspace_ops.__file__), Path(workspace.__file__))
+    files = (Path(lanes.__file__), Path(workspace_ops.__file__), Path(lane_context.__file__))
 
     def __init__(self, ambient: str = "unmarked") -> None:
         if ambient not in ("allow", "unmarked", "refuse"):

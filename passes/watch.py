@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from .. import workspace
-from ..workspace import AMBIENT, Unregistered
+from .. import lane_context
+from ..lane_context import AMBIENT, Unregistered
 from . import fx_utils
 from .workspace_ops import workspace_op
 
@@ -37,10 +37,10 @@ def watched(gm: torch.fx.GraphModule, compiled: Any) -> Callable[..., Any]:
 
 def _watching(unregistered: Unregistered, compiled: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        token = workspace._unregistered.set(unregistered)
+        token = lane_context._unregistered.set(unregistered)
         try:
             return compiled(*args)
         finally:
-            workspace._unregistered.reset(token)
+            lane_context._unregistered.reset(token)
 
     return run

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from .. import workspace
+from .. import lane_context
 from ..errors import PassError
 
 __all__ = ["WorkspaceOp", "register_workspace_op", "workspace_op"]
@@ -78,7 +78,7 @@ def workspace_op(op: OpOverload) -> WorkspaceOp | None:
 
 def has_lane(op: OpOverload) -> bool:
     """Whether the schema has ``int lane=-1``."""
-    return any(a.name == "lane" and isinstance(a.type, torch.IntType) and a.has_default_value() and a.default_value == workspace.AMBIENT for a in op._schema.arguments)
+    return any(a.name == "lane" and isinstance(a.type, torch.IntType) and a.has_default_value() and a.default_value == lane_context.AMBIENT for a in op._schema.arguments)
 
 
 def _shadow(op: OpOverload) -> OpOverload:
@@ -91,13 +91,13 @@ def _shadow(op: OpOverload) -> OpOverload:
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(schema_with_lane(str(schema), name), tags=tuple(op.tags))
 
-    def kernel(*args: Any, lane: int = workspace.AMBIENT, **kwargs: Any) -> Any:
-        if lane == workspace.AMBIENT:
+    def kernel(*args: Any, lane: int = lane_context.AMBIENT, **kwargs: Any) -> Any:
+        if lane == lane_context.AMBIENT:
             return op(*args, **kwargs)
-        with workspace.use_workspace_lane(lane):
+        with lane_context.use_workspace_lane(lane):
             return op(*args, **kwargs)
 
-    def fake(*args: Any, lane: int = workspace.AMBIENT, **kwargs: Any) -> Any:
+    def fake(*args: Any, lane: int = lane_context.AMBIENT, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
     library.impl(name, kernel, "CompositeExplicitAutograd")

@@ -82,7 +82,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("lane-eager-values", "arguments of eager mode follow", "passes/fx_utils.py", "if EAGER_VALUES in self.node.meta:", "if False:", "tests/test_passes_install.py -k I12"),
     Mutation("lane-uuid", "the digest of the marks is in the uuid", "passes/lanes.py", '"marks": _digest.get()', '"marks": 0', "tests/test_passes_install.py -k I09"),
     Mutation("lane-shadow-gradient", "no gradient is lost in a shadow op", "passes/workspace_ops.py", "if not schema.is_mutable:", "if False:", "tests/test_passes_lanes.py -k gradient"),
-    Mutation("lane-deaf-slot", "a slot that is not run binds nothing", "dsv4_ops/workspace.py", "runs_slots and any(map(_handles_lanes, slots))", "any(map(_handles_lanes, slots))", "tests/test_lane_warnings.py -k does_not_run"),
+    Mutation("lane-deaf-slot", "a slot that is not run binds nothing", "dsv4_ops/lane_context.py", "runs_slots and any(map(_handles_lanes, slots))", "any(map(_handles_lanes, slots))", "tests/test_lane_warnings.py -k does_not_run"),
     Mutation("lane-verify-allow", "a verifier that allows ambient ops binds nothing", "passes/verify.py", 'self.handles_lanes = ambient != "allow"', "self.handles_lanes = True", "tests/test_lane_warnings.py -k through"),
     # Captured steps.
     Mutation("padding-left", "rows behind those given are filled in every call", "dsv4_ops/graphs.py", "buffer[given.shape[0] :].fill_(spec.pad)", "pass", "tests/test_graphs.py -k written_whole"),

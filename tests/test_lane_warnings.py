@@ -12,7 +12,7 @@ import torch
 import torch._inductor.config as config
 from torch._inductor.compile_fx import compile_fx
 
-from dsv4_ops import _registry, passes, workspace
+from dsv4_ops import _registry, lane_context, passes
 from dsv4_ops.errors import LaneError
 from dsv4_ops.passes import BindLanes, VerifyLanes, install, with_marks
 from dsv4_ops.workspace import use_workspace_lane, workspace_manager
@@ -39,8 +39,8 @@ def op(name: str) -> Any:
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     torch._dynamo.reset()
-    workspace._warned_programs.clear()
-    workspace._warned_ops.clear()
+    lane_context._warned_programs.clear()
+    lane_context._warned_ops.clear()
 
 
 def marked(x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_a_lane_pass_in_a_slot_that_the_backend_does_not_run_is_no_binder(backen
 def test_a_verifier_that_lets_marked_ops_through_is_no_binder() -> None:
     for slot in ((VerifyLanes("allow"),), (VerifyLanes("allow"), VerifyLanes("allow"))):
         torch._dynamo.reset()
-        workspace._warned_programs.clear()
+        lane_context._warned_programs.clear()
         with install(*slot):
             assert warned(torch.compile(marked, fullgraph=True), torch.rand(3))
     torch._dynamo.reset()
@@ -144,7 +144,7 @@ def test_an_unregistered_op_warns_once_when_it_asks_for_the_lane(inner: str) -> 
     text = str(warning.message)
     assert text.startswith(f"dsv4_warning_toys.unknown_{inner}.default asks") and "runs in lane 0" in text and "use_workspace_lane(1)" in text
     assert f"register_workspace_op(torch.ops.dsv4_warning_toys.unknown_{inner}.default)" in text
-    assert not warned(compiled, torch.rand(3)) and not workspace._unregistered.get()
+    assert not warned(compiled, torch.rand(3)) and not lane_context._unregistered.get()
 
 
 def test_an_unregistered_op_warns_where_lanes_are_bound_in_the_slot() -> None:
@@ -227,9 +227,9 @@ def test_every_op_with_a_lane_refuses_one_that_cannot_exist() -> None:
     assert {single.name for single in with_lane} >= {"topk", "topk_values", "sparse_mla_decode", "rejection_sample"}
     for single in with_lane:
         sample = single.sized("cpu", 2, seed=0)
-        single(*sample.args, **{**sample.kwargs, "lane": workspace.MAX_LANES - 1})
-        for lane in (workspace.MAX_LANES, 99, -2):
-            with pytest.raises(ValueError, match=f"lane must be between -1 and {workspace.MAX_LANES - 1}, got {lane}"):
+        single(*sample.args, **{**sample.kwargs, "lane": lane_context.MAX_LANES - 1})
+        for lane in (lane_context.MAX_LANES, 99, -2):
+            with pytest.raises(ValueError, match=f"lane must be between -1 and {lane_context.MAX_LANES - 1}, got {lane}"):
                 single(*sample.args, **{**sample.kwargs, "lane": lane})
     with pytest.raises(LaneError):
-        workspace.resolve_lane(99)
+        lane_context.resolve_lane(99)

@@ -95,7 +95,7 @@ def test_case_I09_uuid_contains_every_setting_the_source_and_the_version(tmp_pat
 def test_case_I09_uuid_covers_the_files_that_decide_the_output() -> None:
     for single, needed in ((VerifyLanes(), {"verify.py", "lanes.py"}), (BindLanes(), {"lanes.py"})):
         names = {Path(sys.modules[type(single).__module__].__file__ or "").name, *(path.name for path in single.files)}
-        assert needed | {"workspace_ops.py", "workspace.py"} <= names and all(path.is_file() for path in single.files)
+        assert needed | {"workspace_ops.py", "lane_context.py"} <= names and all(path.is_file() for path in single.files)
 
 
 def test_case_I09_uuid_is_equal_in_another_process() -> None:

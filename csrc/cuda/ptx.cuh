@@ -83,6 +83,49 @@ __device__ __forceinline__ void send(uint32_t to, float a, float b) {
 
 __device__ __forceinline__ void send(uint32_t to, uint2 pair) { send(to, __uint_as_float(pair.x), __uint_as_float(pair.y)); }
 
+// Sends that are counted where they arrive: a block expects so many bytes, once, and waits for them. `arrivals` is a word of shared memory
+// that one thread of the block makes ready before it arrives at a cluster barrier; behind that barrier other blocks may send. From
+// capability 9.0.
+__device__ __forceinline__ void expect_bytes(uint64_t* arrivals, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(arrivals)) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(arrivals)), "r"(bytes) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#else
+  __trap();
+#endif
+}
+
+// Both addresses by address_in, of one block.
+__device__ __forceinline__ void send_counted(uint32_t to, uint4 words, uint32_t arrivals) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(arrivals)
+               : "memory");
+#else
+  __trap();
+#endif
+}
+
+__device__ __forceinline__ void send_counted(uint32_t to, uint32_t word, uint32_t arrivals) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(word), "r"(arrivals) : "memory");
+#else
+  __trap();
+#endif
+}
+
+// By all threads of a block, once. The bytes can be read behind it.
+__device__ __forceinline__ void wait_for_bytes(uint64_t* arrivals) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t there = 0;
+  while (there == 0) {
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}" : "=r"(there) : "r"(address(arrivals)) : "memory");
+  }
+#else
+  __trap();
+#endif
+}
+
 // target[at++] = value where `condition` is not 0: a store under a predicate, where the compiler would branch.
 __device__ __forceinline__ void append_if(uint32_t condition, int32_t* target, int& at, int value) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p st.s32 [%2], %3; @p add.s32 %0, %0, 1;}" : "+r"(at) : "r"(condition), "l"(target + at), "r"(value) : "memory");
@@ -109,6 +152,24 @@ __device__ __forceinline__ void wait_copies() {
 }
 
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// From global memory into registers, in program order; zeros, and no read, where `there` is false. Without a branch, and although the
+// compiler may not know that the address is a global one.
+__device__ __forceinline__ uint4 load16_if(bool there, const void* from) {
+  uint4 words;
+  asm volatile(
+      "{.reg .pred p; setp.ne.u32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; @p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];}"
+      : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+      : "l"(__cvta_generic_to_global(from)), "r"(static_cast<uint32_t>(there))
+      : "memory");
+  return words;
+}
+
+__device__ __forceinline__ uint32_t load_byte_if(bool there, const void* from) {
+  uint32_t byte;
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u8 %0, [%1];}" : "=r"(byte) : "l"(__cvta_generic_to_global(from)), "r"(static_cast<uint32_t>(there)) : "memory");
+  return byte;
+}
 
 __device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(line))); }
 
@@ -146,6 +207,24 @@ __device__ __forceinline__ uint2 decode_e4m3x4(uint32_t codes) {
   __trap();
 #endif
   return pairs;
+}
+
+// Two float32 as a pair of float16, to nearest even.
+__device__ __forceinline__ uint32_t pack_f16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Products of two pairs of bfloat16, subnormal numbers too. From capability 9.0.
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t product = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+#else
+  __trap();
+#endif
+  return product;
 }
 
 }  // namespace dsv4_ops::ptx

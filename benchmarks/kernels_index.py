@@ -18,6 +18,7 @@ from dsv4_ops.testing import Sample
 from .kernels import Case, Prepared
 
 TOKENS = (8, 64, 256, 1024)
+MERGED_TOKENS = (8, 64)
 QUERIES, PAGE, PAGES, RECORDS, TOPK, WINDOW = 8, 64, 1024, 16384, 512, 128
 
 
@@ -105,6 +106,15 @@ def local_lens(tokens: int, seed: int, device: str) -> Sample:
     return Sample("", (Draw(tokens, seed, device).integers(0, PAGES * PAGE, tokens), 1, 4, 16))
 
 
+def merge(tokens: int, seed: int, device: str, ranks: int, k: int) -> Sample:
+    """What the ranks of a split context found: of each the k best of its own columns, ascending."""
+    draw = Draw(tokens, seed, device)
+    columns = torch.rand(tokens, ranks, 2 * k, generator=draw.generator, device=device).argsort(2)[:, :, :k].sort(2).values
+    columns = columns * ranks + torch.arange(ranks, device=device)[:, None]
+    values = torch.randn(tokens, ranks * k, generator=draw.generator, device=device)
+    return Sample("", (values, columns.flatten(1).to(torch.int32), k))
+
+
 def global_topk_peer(kernels: ModuleType, sample: Sample) -> Prepared:
     topk, requests, valid, table = sample.args
     slots, lens = torch.empty_like(topk), torch.empty_like(requests)
@@ -188,3 +198,6 @@ def cases() -> Iterator[Case]:
         yield Case("ragged_context_lens", "1 to 15 tokens a request", {"tokens": tokens}, ragged_lens)
         yield Case("expand_block_table", "256 pages", {"tokens": tokens}, expand)
         yield Case("local_context_lens", "rank 1 of 4", {"tokens": tokens}, local_lens)
+    for tokens in MERGED_TOKENS:
+        for ranks, k in ((2, 512), (8, 512), (8, 2048)):
+            yield Case("topk_merge", "lists of a split context", {"tokens": tokens, "ranks": ranks, "k": k}, merge, sets=16 if ranks * k > 4096 else 64)

@@ -117,13 +117,22 @@ def topk_stress(op: str) -> Iterator[Sample]:
             yield Sample("stress: " + sample.label, (sample.args[0], lengths, *sample.args[2:]))
 
 
+def merge_cases(_name: str) -> Iterator[Sample]:
+    """Rows of one block of candidates and of several, k on both sides of their number, repeated and missing indices, no row dense."""
+    for i, (count, k) in enumerate(((1024, 512), (4096, 512), (9001, 2048), (100, 4096), (4100, 1))):
+        generator = torch.Generator().manual_seed(i)
+        values = scores(KINDS[i + 1], 3, count + 3, generator).to((torch.float32, torch.bfloat16)[i % 2])[:, 1 : count + 1]
+        indices = torch.randint(-(2**31) if i % 2 else -99, (2**31, 700)[i % 2], (3, count), generator=generator).to(torch.int32)
+        yield Sample(f"{count} candidates, k {k}", (values, indices.t().contiguous().t(), k))
+
+
 def sampling_cases(name: str) -> Iterator[Sample]:
     """Rows of several tiles, whose last one is not full, with and without whole quads of columns."""
     for width in (2049, 6148):
         yield Sample(f"{width} columns", tuple(sampling._args("cpu", 5, width, 3) if name == "gumbel_sample" else rejection._args("cpu", 4, 3, width, 3)))
 
 
-CASES: dict[str, Callable[[str], Iterator[Sample]]] = dict.fromkeys(("topk", "topk_values", "topk_slots"), topk_cases) | dict.fromkeys(("gumbel_sample", "rejection_sample"), sampling_cases)
+CASES: dict[str, Callable[[str], Iterator[Sample]]] = dict.fromkeys(("topk", "topk_values", "topk_slots"), topk_cases) | dict.fromkeys(("gumbel_sample", "rejection_sample"), sampling_cases) | {"topk_merge": merge_cases}
 """Op -> further calls. A kernel whose samples leave a path out gets its calls here."""
 STRESS: dict[str, Callable[[str], Iterator[Sample]]] = {"topk": topk_stress, "topk_slots": topk_stress}
 """Op -> calls that are there for barriers between blocks; not bound to 16384 columns."""

@@ -19,8 +19,8 @@ returns values      as logits     [rows, k]       their scores, in the same orde
 ------------------  ------------  --------------  --------------------------------------------------------------------
 values              float32/bf16  [rows, n]       candidates' scores, any strides (``topk_merge``)
 indices             int32         [rows, n]       candidates' global columns, in any order; negative: no candidate.
-                                                  A repeated one counts as often as it stands, best score first.
-                                                  Returns as ``topk_values``
+                                                  A repeated one counts as often as it stands, best score first
+                                                  (of equal zeros, +0). Returns as ``topk_values``
 ==================  ============  ==============  ====================================================================
 
 With ``L = clamp(length, 0, min(width, max_seq_len))`` and C the columns in ``[0, L)`` that are not NaN (of either sign),
@@ -28,8 +28,8 @@ a row holds the ``min(|C|, k)`` columns of C with the largest scores: **NaN is n
 lowest score (mask by length, not by ``-inf``), and ``-0.0 == +0.0``. Ties at the boundary go to the lowest column. So a
 row has one right answer, whatever the batch, the device or the kernel.
 
-Merging is exact: each shard's top-k with values, its columns made global, holds all that the global top-k needs. Over
-``torch.distributed``, ``dsv4_ops.parallel.context_parallel_topk`` does it: local top-k, one message, merge.
+Merging is exact: each shard's top-k with values, its columns made global, holds all that the global top-k needs. The
+order of candidates never matters: those that share score and index are the same bits. Over ``torch.distributed``, ``dsv4_ops.parallel.context_parallel_topk`` does it: local top-k, one message, merge.
 
 Graph-safe: yes (no host reads; sizes alone decide the launches).
 
@@ -38,6 +38,7 @@ Replaces the persistent and cooperative indexer top-k kernels of serving engines
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -49,6 +50,7 @@ from .errors import ArgumentDtypeError, ArgumentError, ArgumentShapeError
 __all__ = ["topk", "topk_merge", "topk_values"]
 
 MAX_K = 4096
+_NO_CANDIDATE = -(2**63)
 _CHUNK = 1 << 24  # elements that the PyTorch path ranks at once: bounds its int64 temporaries to some 0.5 GB
 
 TOPK = _registry.define("topk(Tensor logits, Tensor lengths, int k, SymInt? max_seq_len=None, *, int lane=-1) -> Tensor", out=("out",))
@@ -273,7 +275,7 @@ def _topk_merge_reference(values: torch.Tensor, indices: torch.Tensor, k: int) -
     out_indices = torch.full((values.shape[0], k), -1, dtype=torch.int32)
     for i in range(values.shape[0]):
         candidates = [(v, c) for v, c in zip(values[i].tolist(), indices[i].tolist(), strict=True) if c >= 0 and v == v]
-        best_first = sorted(candidates, key=lambda candidate: (-candidate[0], candidate[1]))
+        best_first = sorted(candidates, key=lambda candidate: (-candidate[0], candidate[1], math.copysign(1, -candidate[0])))
         for j, (value, index) in enumerate(sorted(best_first[:k], key=lambda candidate: candidate[1])):
             out_values[i, j], out_indices[i, j] = value, index
     return out_values.to(values.device), out_indices.to(values.device)
@@ -283,14 +285,22 @@ def _topk_merge_torch(values: torch.Tensor, indices: torch.Tensor, k: int) -> tu
     candidates = values.shape[1]
     kept = min(k, candidates)
     order = torch.where(indices >= 0, _order(values), 0)
-    ranked = torch.where(order > 0, order * 2**31 + (2**31 - 1 - indices.to(torch.int64)), 0)
+    # From the top: the score, equal zeros included, then the index counting down, then +0 before -0. All 64 bits, the highest turned over.
+    minus_zero = (values == 0) & values.signbit()
+    ranked = torch.where(order > 0, (order - 2**31) * 2**32 + 2 * (2**31 - 1 - indices.to(torch.int64)) + ~minus_zero, _NO_CANDIDATE)
     best, places = ranked.topk(kept, dim=1)  # sorted, so that copies of one index keep the order best first
-    found = torch.where(best > 0, indices.gather(1, places).to(torch.int64), 2**31)
+    found = torch.where(best > _NO_CANDIDATE, indices.gather(1, places).to(torch.int64), 2**31)
     found, by_index = found.sort(dim=1, stable=True)
     merged_values = values.gather(1, places.gather(1, by_index)).masked_fill_(found == 2**31, -torch.inf)
     merged_indices = torch.where(found < 2**31, found, -1).to(torch.int32)
     pad = (0, k - kept)
     return torch.nn.functional.pad(merged_values, pad, value=-torch.inf), torch.nn.functional.pad(merged_indices, pad, value=-1)
+
+
+def _topk_merge_triton(values: torch.Tensor, indices: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    from ._triton import topk_merge as kernels
+
+    return kernels.topk_merge(values, indices, k)
 
 
 def _topk_merge_fake(values: torch.Tensor, indices: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -312,6 +322,10 @@ def _topk_merge_samples(device: torch.device | str, seed: int = 0) -> Iterator[S
     yield Sample("NaN, infinities and int32 extremes", (
         torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0]], device=device),
         torch.tensor([[1, 2**31 - 1, 7 + seed, 5, 4, -(2**31)]], dtype=torch.int32, device=device), 5))  # fmt: skip
+    yield Sample("one index again and again", (
+        torch.tensor([[-0.0, 0.0, 2.0, -0.0, 2.0, -torch.inf], [0.0, -0.0, -0.0, 0.0, 0.0, -0.0]], device=device),
+        torch.tensor([[3, 3, 3, 2**31 - 1, 3, 3], [2**31 - 1] * 3 + [seed] * 3], dtype=torch.int32, device=device), 4))  # fmt: skip
+    yield Sample("every score equal", (torch.full((3, 50), 1.5, device=device), candidates(3, 50)[1], 20))
     yield Sample("k above the candidates", (*candidates(3, 5), 9))
     yield Sample("no candidates", (*candidates(2, 0), 3))
     yield Sample("no rows", (*candidates(0, 8), 3))
@@ -344,6 +358,6 @@ TOPK_VALUES.implement(
     samples=_topk_samples, sized=_topk_sized, bad_inputs=_topk_values_bad_inputs,
 )  # fmt: skip
 TOPK_MERGE.implement(
-    check=_topk_merge_check, reference=_topk_merge_reference, torch_impl=_topk_merge_torch, fake=_topk_merge_fake,
+    check=_topk_merge_check, reference=_topk_merge_reference, torch_impl=_topk_merge_torch, triton=_topk_merge_triton, fake=_topk_merge_fake,
     samples=_topk_merge_samples, sized=_topk_merge_sized, bad_inputs=_topk_merge_bad_inputs,
 )  # fmt: skip

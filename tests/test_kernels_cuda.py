@@ -225,6 +225,11 @@ def large_expand() -> Sample:
     return Sample("", (table(256), numbers(n, 7), yes(n)))
 
 
+def large_merge() -> Sample:
+    n, scores, columns = FAR // 4096 + 3, torch.arange(8.0, dtype=torch.bfloat16, device="cuda"), numbers(8, 5)
+    return Sample("", (scores.expand(n, 8), columns.expand(n, 8), 4096))
+
+
 LARGE: dict[str, tuple[Callable[[], Sample], int]] = {
     "causal_swa_indices": (large_causal, 1),
     "draft_swa_indices": (large_draft, 5),
@@ -234,6 +239,7 @@ LARGE: dict[str, tuple[Callable[[], Sample], int]] = {
     "mtp_context_lens": (lambda: Sample("", (numbers(FAR // 8 + 3, 5003), 8, 4)), 1),
     "packed_page_slots": (lambda: Sample("", (numbers(FAR // 192 + 3, 100003)[:, None].expand(-1, 192), 64, 65)), 1),
     "local_context_lens": (lambda: Sample("", (numbers(FAR // 192 + 3, 100003)[:, None].expand(-1, 192), 1, 4, 16)), 1),
+    "topk_merge": (large_merge, 1),
 }
 """Calls whose output has more than 2**31 elements, and the output rows of one input row."""
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..kv_cache import AMAX_FLOOR, GROUP, GROUPS, HEAD_DIM, NOPE_DIM, ROPE_DIM, ROW_BYTES, SCALE_BYTES
+from .elements import fp32_bits
 from .launching import compile_once, launch, wait_for_inputs
 
 ROWS = 4
@@ -32,12 +33,6 @@ _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 _INFINITE = tl.constexpr(0x7F800000)
 _AMAX_FLOOR = tl.constexpr(int(torch.tensor(AMAX_FLOOR).view(torch.int32)))
 _DIMENSIONS = 8
-
-
-@triton.jit
-def _bits(values):
-    """int32 bits of the fp32 value of bf16 or fp32 ``values``."""
-    return values.to(tl.int16, bitcast=True).to(tl.int32) << 16 if values.dtype == tl.bfloat16 else values.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -123,7 +118,7 @@ def kv_cache_insert_kernel(
     slot = tl.load(slots_ptr + row * slots_stride, mask=here, other=-1).to(tl.int64)
     # Of equal slots the last row wins. All loads of a batch of up to CHUNK rows are under way before any result is needed.
     k, others = _slots_from(slots_ptr, slots_stride, first, tokens, CHUNK)
-    bits = _bits(tl.load(source[:, None, None] + column[None, :, :], mask=listed, other=0.0))
+    bits = fp32_bits(tl.load(source[:, None, None] + column[None, :, :], mask=listed, other=0.0))
     rotary = tl.load(source[:, None] + (place + _NOPE_DIM)[None, :], mask=here[:, None], other=0.0)
     if cache_ptr.dtype.element_ty == tl.uint8:
         code, exponent = _encode(bits)
@@ -152,7 +147,7 @@ def kv_cache_insert_kernel(
     else:
         data = _rows(cache_ptr, page + offset * _HEAD_DIM, CACHE_ALIGNED)
         if cache_ptr.dtype.element_ty == tl.float32:
-            body, tail = bits.to(tl.float32, bitcast=True), _bits(rotary).to(tl.float32, bitcast=True)
+            body, tail = bits.to(tl.float32, bitcast=True), fp32_bits(rotary).to(tl.float32, bitcast=True)
         else:
             body, tail = rounded_to_bf16(bits).to(tl.bfloat16, bitcast=True), _bf16_bits(rotary).to(tl.bfloat16, bitcast=True)
         tl.store(data[:, None, None] + column[None, :, :], body, mask=listed & valid[:, None, None])

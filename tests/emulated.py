@@ -127,7 +127,8 @@ class Driver:
             self.fault(line)
         (count,) = self.integers(1, line)
         if count < 0:
-            raise EmulatorError(self.read(*self.integers(1, line), line).decode())
+            (length,) = self.integers(1, line)
+            raise EmulatorError(self.read(length, line).decode())
         results = []
         for _ in range(count):
             code, dims = self.integers(2, line)

@@ -25,6 +25,18 @@ inline void append_if(uint32_t condition, uint32_t& at, uint2 pair) {
   if (condition != 0) send(at, pair), at += 8;
 }
 
+inline void expect_bytes(uint64_t* arrivals, uint32_t bytes) { emulator::expect_bytes(arrivals, bytes); }
+inline void send_counted(uint32_t to, uint4 words, uint32_t arrivals) { emulator::send_counted(to, &words, 16, arrivals); }
+inline void send_counted(uint32_t to, uint32_t word, uint32_t arrivals) { emulator::send_counted(to, &word, 4, arrivals); }
+inline void wait_for_bytes(uint64_t* arrivals) { emulator::wait_for_bytes(arrivals); }
+
+inline uint4 load16_if(bool there, const void* from) {
+  uint4 words = {};
+  if (there) words = *static_cast<const uint4*>(from);
+  return words;
+}
+inline uint32_t load_byte_if(bool there, const void* from) { return there ? *static_cast<const uint8_t*>(from) : 0; }
+
 inline void copy16_async(uint32_t to, const void* from, bool there) { emulator::copy16(to, from, there); }
 inline void commit_copies() { emulator::commit_copies(); }
 template <int pending>
@@ -60,6 +72,32 @@ inline uint2 decode_e4m3x4(uint32_t codes) {
   for (int i = 0; i < 4; ++i) half[i] = decode_e4m3_to_half(codes >> (8 * i) & 255u);
   return {half[0] | half[1] << 16, half[2] | half[3] << 16};
 }
+
+// To the nearest number of so many bits behind the point of the leading one and no exponent below `lowest`, ties to even.
+inline double rounded(double value, int bits, int lowest) {
+  int exponent = 0;
+  frexp(value, &exponent);  // 0.5 <= |value| / 2^exponent < 1
+  const double step = ldexp(1.0, (exponent - 1 > lowest ? exponent - 1 : lowest) - bits);
+  return nearbyint(value / step) * step;
+}
+inline uint32_t to_half(float value) {
+  if (value != value) return 0x7fffu;
+  const uint32_t sign = __float_as_uint(value) >> 16 & 0x8000u;
+  const double size = isinf(value) ? 65536.0 : rounded(fabs(static_cast<double>(value)), 10, -14);
+  if (size >= 65536.0) return sign | 0x7c00u;
+  if (size < 0x1p-14) return sign | static_cast<uint32_t>(size * 0x1p24);
+  const uint32_t bits = __float_as_uint(static_cast<float>(size));  // exact
+  return sign | ((bits >> 23) - 112) << 10 | (bits >> 13 & 0x3ffu);
+}
+inline uint32_t pack_f16(float low, float high) { return to_half(low) | to_half(high) << 16; }
+
+inline uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  const double product = static_cast<double>(__uint_as_float(a << 16)) * static_cast<double>(__uint_as_float(b << 16));  // exact
+  if (product != product) return 0x7fffu;
+  if (isinf(product) || product == 0) return __float_as_uint(static_cast<float>(product)) >> 16;
+  return __float_as_uint(static_cast<float>(rounded(product, 7, -126))) >> 16;
+}
+inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) { return multiply_bf16(a & 0xffffu, b & 0xffffu) | multiply_bf16(a >> 16, b >> 16) << 16; }
 
 }  // namespace dsv4_ops::ptx
 

@@ -31,7 +31,7 @@ namespace {
 
 constexpr unsigned kWarp = 32, kMaxThreads = 1024, kMaxCluster = 16;
 constexpr size_t kStack = 128 << 10;
-constexpr uint64_t kMaxSteps = uint64_t{1} << 31;  // accesses and switches of one launch: more is a hang
+constexpr uint64_t kMaxSteps = uint64_t{1} << 28;  // accesses and switches of one cluster: more is a hang
 
 using Place = uint32_t;  // in the code: the report resolves it
 
@@ -47,6 +47,7 @@ struct Touch {
   bool atomic;
   uint32_t barriers, arrivals;  // of the thread, until then
   uint32_t warp_barriers;
+  uint32_t counter;  // of its block, plus 1, which tells that a write by st.async has come; 0: of no such
   Place place;
 };
 
@@ -64,8 +65,8 @@ struct Range {
 
 // ---- threads, blocks, and the OS threads that blocks are ------------------------------------------------------------------
 
-enum class State { ready, lanes, block_barrier, cluster_barrier, exited };
-const char* const kStateNames[] = {"can go on", "wait for lanes of their warp", "wait at __syncthreads", "wait for the cluster", "have exited"};
+enum class State { ready, lanes, block_barrier, cluster_barrier, bytes, exited };
+const char* const kStateNames[] = {"can go on", "wait for lanes of their warp", "wait at __syncthreads", "wait for the cluster", "wait for bytes", "have exited"};
 
 struct Copy {
   uint32_t to, bytes;
@@ -89,6 +90,7 @@ struct Thread {
   uint64_t value = 0, result = 0;
   int argument = 0, width = 0;
   const void* matrices = nullptr;
+  std::vector<uint32_t> counters;        // that it has waited for
   std::deque<std::vector<Copy>> copies;  // groups, the last one open
 
   char* stack = nullptr;
@@ -108,6 +110,7 @@ struct Block {
   std::unique_ptr<Thread[]> threads{new Thread[kMaxThreads]};
   std::array<uint64_t, kMaxThreads / 64> ready = {};
   unsigned alive = 0, at_barrier = 0;
+  std::map<uint32_t, int64_t> expected;  // bytes that are still to come, by the counter's place
   int vote_any = 0, vote_all = 1, vote_count = 0;
   bool ended = true;
 
@@ -263,6 +266,7 @@ void thread_exits() {
   --block.alive, --cluster_alive;
   if (self.arrivals > cluster_phase) --cluster_arrived;
   if (block.alive == 0) block.ended = true;
+  if (block.ended && std::any_of(block.expected.begin(), block.expected.end(), [](const auto& one) { return one.second != 0; })) report(0, "the block ends before all bytes have come that it expects,");
   const unsigned first = self.warp * kWarp;
   for (unsigned i = first; i < first + kWarp; ++i) {
     const Thread& other = block.threads[i];
@@ -380,6 +384,7 @@ void start_worker(Block& block, unsigned rank) {
 
 bool before(const Touch& touch) {  // the running thread's next access
   const Thread& self = *current;
+  if (touch.counter != 0) return std::find(self.counters.begin(), self.counters.end(), touch.counter) != self.counters.end();
   if (touch.block == self.block->number) {
     if (touch.thread == self.number) return true;
     if (self.barriers > touch.barriers) return true;
@@ -404,7 +409,7 @@ bool before(const Touch& touch) {  // the running thread's next access
 
 void remember(Touch (&touches)[2], const Touch& touch) {
   for (Touch& known : touches) {
-    if (known.bytes == 0 || (known.block == touch.block && known.thread == touch.thread)) {
+    if (known.bytes == 0 || (known.block == touch.block && known.thread == touch.thread && known.counter == 0)) {
       known = touch;
       return;
     }
@@ -417,7 +422,7 @@ void remember(Touch (&touches)[2], const Touch& touch) {
   }
 }
 
-void touch_word(Word& word, uint32_t run, uint8_t& initialized, unsigned bytes, bool writes, bool atomic, const char* where, Place place) {
+void touch_word(Word& word, uint32_t run, uint8_t& initialized, unsigned bytes, bool writes, bool atomic, uint32_t counter, const char* where, Place place) {
   if (word.run != run) {
     memset(&word, 0, sizeof word);
     word.run = run;
@@ -433,7 +438,7 @@ void touch_word(Word& word, uint32_t run, uint8_t& initialized, unsigned bytes, 
   }
   if (!writes && (initialized & bytes) != bytes) report(place, "uninitialized %s is read", where);
   if (writes && !atomic) initialized |= static_cast<uint8_t>(bytes);  // to add to garbage is no fault before that is read
-  remember(writes ? word.written : word.read, Touch{self.block->number, static_cast<uint16_t>(self.number), static_cast<uint8_t>(bytes), atomic, self.barriers, self.arrivals, self.warp_barriers, place});
+  remember(writes ? word.written : word.read, Touch{self.block->number, static_cast<uint16_t>(self.number), static_cast<uint8_t>(bytes), atomic, self.barriers, self.arrivals, self.warp_barriers, counter, place});
 }
 
 template <class Use>
@@ -461,11 +466,11 @@ Range* range_of(const char* address) {
   return address < range.end ? &range : nullptr;
 }
 
-void check_access(const void* where, size_t bytes, bool writes, bool atomic, Place place, bool aligned = true) {
+void check_access(const void* where, size_t bytes, bool writes, bool atomic, Place place, uint32_t counter = 0) {
   const char* const address = static_cast<const char*>(where);
   const Thread& self = *current;
   step(place);
-  if (aligned && bytes <= 16 && (bytes & (bytes - 1)) == 0 && reinterpret_cast<uintptr_t>(address) % bytes != 0) report(place, "misaligned %s of %zu bytes", writes ? "write" : "read", bytes);
+  if (bytes <= 16 && (bytes & (bytes - 1)) == 0 && reinterpret_cast<uintptr_t>(address) % bytes != 0) report(place, "misaligned %s of %zu bytes", writes ? "write" : "read", bytes);
   size_t offset = 0;
   if (Block* const block = block_of(address, &offset)) {
     if (block != self.block && self.waits == 0) report(place, "shared memory of block %u is used before a cluster barrier has shown that it runs,", block->number);
@@ -473,7 +478,7 @@ void check_access(const void* where, size_t bytes, bool writes, bool atomic, Pla
     if (offset + bytes > block->dynamic_end && offset < block->dynamic_begin + block->dynamic_room) {
       report(place, "%s of %zu bytes at %zd, outside of the launch's %zu bytes of shared memory,", writes ? "write" : "read", bytes, static_cast<ssize_t>(offset - block->dynamic_begin), launched->shared_bytes);
     }
-    each_word(offset, bytes, [&](size_t word, unsigned mask) { touch_word(block->words[word], cluster_run, block->initialized[word], mask, writes, atomic, "shared memory", place); });
+    each_word(offset, bytes, [&](size_t word, unsigned mask) { touch_word(block->words[word], cluster_run, block->initialized[word], mask, writes, atomic, counter, "shared memory", place); });
     return;
   }
   if (Range* const range = range_of(address)) {
@@ -481,7 +486,7 @@ void check_access(const void* where, size_t bytes, bool writes, bool atomic, Pla
     if (launched->before_previous_ends && !self.waited) report(place, "device memory is used before griddepcontrol.wait");
     if (writes && !range->writable) report(place, "an input is written");
     if (!range->writable) return;
-    each_word(static_cast<size_t>(address - range->begin), bytes, [&](size_t word, unsigned mask) { touch_word(range->words[word], launch_number, range->initialized[word], mask, writes, atomic, "device memory", place); });
+    each_word(static_cast<size_t>(address - range->begin), bytes, [&](size_t word, unsigned mask) { touch_word(range->words[word], launch_number, range->initialized[word], mask, writes, atomic, 0, "device memory", place); });
     return;
   }
   if (!writes) {
@@ -825,6 +830,40 @@ void wait_copies(int pending) {
   }
 }
 
+void expect_bytes(uint64_t* arrivals, uint32_t bytes) {
+  Block& block = *current->block;
+  const auto place = static_cast<uint32_t>(reinterpret_cast<char*>(arrivals) - block.shared);
+  if (place >= thread_local_bytes() || place % 8 != 0) report(HERE, "the counter of bytes is not at an aligned place in shared memory");
+  if (!block.expected.emplace(place, bytes).second) report(HERE, "bytes are expected twice");
+}
+
+void send_counted(uint32_t to, const void* from, uint32_t bytes, uint32_t arrivals) {
+  const Place place = HERE;
+  if (to >> 24 != arrivals >> 24) report(place, "st.async with its counter in another block");
+  void* const target = shared_pointer(nullptr, to);
+  Block& block = blocks[(arrivals >> 24) - 1];
+  const auto counter = block.expected.find(arrivals & 0xffffffu);
+  if (counter == block.expected.end()) report(place, "st.async where no bytes are expected");
+  check_access(target, bytes, true, false, place, counter->first + 1);
+  memcpy(target, from, bytes);
+  counter->second -= bytes;
+  if (counter->second < 0) report(place, "more bytes come by st.async than are expected");
+  for (unsigned i = 0; counter->second == 0 && i < thread_count(); ++i) {
+    Thread& thread = block.threads[i];
+    if (thread.state == State::bytes && thread.value == counter->first) set_ready(thread);
+  }
+  may_switch(place);
+}
+
+void wait_for_bytes(uint64_t* arrivals) {
+  Thread& self = *current;
+  const auto counter = self.block->expected.find(static_cast<uint32_t>(reinterpret_cast<char*>(arrivals) - self.block->shared));
+  if (counter == self.block->expected.end()) report(HERE, "bytes are waited for that are not expected");
+  self.value = counter->first;
+  if (counter->second > 0) wait_in(State::bytes, HERE);
+  self.counters.push_back(counter->first + 1);
+}
+
 // ---- host side ----------------------------------------------------------------------------------------------------------------------
 
 void fail(const char* what, ...) {
@@ -884,20 +923,20 @@ void start_block(Block& block, unsigned number) {
   memset(block.shared, 0xa5, thread_local_bytes());  // neither a number that works nor a pointer
   std::fill(block.initialized.begin(), block.initialized.end(), uint8_t{0});
   block.alive = thread_count(), block.at_barrier = 0, block.ended = false;
-  block.vote_any = 0, block.vote_all = 1, block.vote_count = 0;
+  block.vote_any = 0, block.vote_all = 1, block.vote_count = 0, block.expected.clear();
   for (unsigned i = 0; i < thread_count(); ++i) {
     Thread& thread = block.threads[i];
     thread.index = Index{i % launch.block.x, i / launch.block.x % launch.block.y, i / launch.block.x / launch.block.y};
     thread.place = 0, thread.waited = false;
     thread.barriers = thread.warp_barriers = thread.arrivals = thread.waits = 0;
-    thread.relaxed.clear(), thread.copies.clear();
+    thread.relaxed.clear(), thread.copies.clear(), thread.counters.clear();
     memset(thread.stack, 0x5a, 64);
     set_ready(thread);
   }
 }
 
 void run_cluster(unsigned number) {
-  cluster_number = number, cluster_alive = in_cluster * thread_count(), cluster_arrived = 0, cluster_phase = 0;
+  cluster_number = number, cluster_alive = in_cluster * thread_count(), cluster_arrived = 0, cluster_phase = 0, steps = 0;
   ++cluster_run;
   for (unsigned rank = 0; rank < in_cluster; ++rank) start_block(blocks[rank], number * in_cluster + rank);
   for (;;) {
@@ -936,7 +975,7 @@ void launch(const Launch& launch) {
     stacks = static_cast<char*>(mapped);
   }
   ++launch_number;
-  launched = &launch, in_cluster = launch.cluster, steps = 0;
+  launched = &launch, in_cluster = launch.cluster;
   for (unsigned rank = 0; rank < in_cluster; ++rank) {
     if (blocks[rank].shared == nullptr) start_worker(blocks[rank], rank);
   }
@@ -953,10 +992,10 @@ void launch(const Launch& launch) {
 // ---- what the compiler calls at each access of instrumented code: see README.md ----------------------------------------------------------
 
 namespace {
-inline void seen(void* address, size_t bytes, bool writes, bool aligned, void* from) {
+inline void seen(void* address, size_t bytes, bool writes, void* from) {
   using namespace emulator;
   if (current == nullptr || on_a_stack(address)) return;
-  check_access(address, bytes, writes, false, place_of(from), aligned);
+  check_access(address, bytes, writes, false, place_of(from));
 }
 }  // namespace
 
@@ -966,16 +1005,16 @@ void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
-#define ACCESS(n)                                                                                          \
-  void __tsan_read##n(void* a) { seen(a, n, false, true, __builtin_return_address(0)); }                   \
-  void __tsan_write##n(void* a) { seen(a, n, true, true, __builtin_return_address(0)); }                   \
-  void __tsan_unaligned_read##n(void* a) { seen(a, n, false, false, __builtin_return_address(0)); }        \
-  void __tsan_unaligned_write##n(void* a) { seen(a, n, true, false, __builtin_return_address(0)); }
+#define ACCESS(n)                                                                                  \
+  void __tsan_read##n(void* a) { seen(a, n, false, __builtin_return_address(0)); }                 \
+  void __tsan_write##n(void* a) { seen(a, n, true, __builtin_return_address(0)); }                 \
+  void __tsan_unaligned_read##n(void* a) { seen(a, n, false, __builtin_return_address(0)); }       \
+  void __tsan_unaligned_write##n(void* a) { seen(a, n, true, __builtin_return_address(0)); }
 ACCESS(1)
 ACCESS(2)
 ACCESS(4)
 ACCESS(8)
 ACCESS(16)
-void __tsan_read_range(void* a, size_t bytes) { seen(a, bytes, false, false, __builtin_return_address(0)); }
-void __tsan_write_range(void* a, size_t bytes) { seen(a, bytes, true, false, __builtin_return_address(0)); }
+void __tsan_read_range(void* a, size_t bytes) { seen(a, bytes, false, __builtin_return_address(0)); }
+void __tsan_write_range(void* a, size_t bytes) { seen(a, bytes, true, __builtin_return_address(0)); }
 }

@@ -53,6 +53,11 @@ void copy16(uint32_t to, const void* from, bool there);
 void commit_copies();
 void wait_copies(int pending);  // -1: all, committed or not
 
+// Bytes that a block expects once, counted at a word of its shared memory (mbarrier with expect_tx, st.async).
+void expect_bytes(uint64_t* arrivals, uint32_t bytes);
+void send_counted(uint32_t to, const void* from, uint32_t bytes, uint32_t arrivals);
+void wait_for_bytes(uint64_t* arrivals);
+
 // ---- host side ------------------------------------------------------------------------------------------------------------
 
 [[noreturn]] void fail(const char* what, ...) __attribute__((format(printf, 1, 2)));

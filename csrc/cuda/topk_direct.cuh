@@ -241,9 +241,9 @@ __device__ __forceinline__ void rank_direct(Shared& shared, const Args& args, co
       for (int j = 0; j < kTopkColumns; ++j) mask |= static_cast<uint32_t>(cut.selects(key[j], column + j)) << ((column - first) / kSegment * kTopkColumns + j);
     });
     const int count = __reduce_add_sync(kAll, __popc(mask));
-    if (lane == 0) shared.totals[warp] = count;
+    if (lane == 0) shared.counts[warp] = count;  // not in `totals`, which a slower warp may still read
     __syncthreads();
-    const int counts = lane < kWarps ? static_cast<int>(shared.totals[lane]) : 0;
+    const int counts = lane < kWarps ? shared.counts[lane] : 0;
     place = __reduce_add_sync(kAll, lane < warp ? counts : 0), selected = __reduce_add_sync(kAll, counts);
   }
   place_columns<kVectors>(target, mask, place, first, lane);

@@ -239,13 +239,12 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
   uint2* const list = reinterpret_cast<uint2*>(bitmap + args.bitmap_words);        // (score, column), a segment for each block
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int blocks = args.cluster, rank = blocks == 1 ? 0 : blockIdx.x % blocks, segment_size = args.listed / blocks;
-  if (blocks > 1) ptx::cluster_arrive_release();  // waited for before the first store into another block
-
   clear_histogram<kThreads>(shared, 0);
   clear_histogram<kThreads>(shared, 1);
 #pragma unroll 1
   for (int i = threadIdx.x; i < args.bitmap_words / 4; i += kThreads) reinterpret_cast<uint4*>(bitmap)[i] = uint4{0, 0, 0, 0};
   if (threadIdx.x == 0) shared.bound = kAll, shared.above = 0, shared.listed = 0, shared.equal = 0, shared.equal_listed = kFewEqual, shared.few_count = 0;
+  if (blocks > 1) ptx::cluster_arrive_release();  // waited for before the first store into another block: its bitmap is clear by then
   ptx::wait_for_previous_grid();
   const Row<Format> row(args, blockIdx.x / blocks);
 
@@ -411,8 +410,9 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
     }
     if (threadIdx.x < equal_listed) first.equal_columns[rank][threadIdx.x] = shared.equal_columns[0][threadIdx.x];
     uint2* const first_list = ptx::pointer_in(list, 0) + rank * segment_size;
+    const int listed = shared.listed <= segment_size ? shared.listed : 0;  // too many: some have no entry, and none is used
 #pragma unroll 1
-    for (int i = threadIdx.x; i < min(shared.listed, segment_size); i += kThreads) first_list[i] = list[i];
+    for (int i = threadIdx.x; i < listed; i += kThreads) first_list[i] = list[i];
     if (shared.equal > equal_listed) {
       uint32_t* const first_bitmap = ptx::pointer_in(bitmap, 0);
 #pragma unroll 1

@@ -12,16 +12,19 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 EMULATOR = ROOT / "tests" / "emulator"
 COMPILER = shutil.which("g++")
+needs_compiler = pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the emulator needs g++ on Linux")
 SECONDS = 120  # without an answer: a loop that neither waits nor touches memory
 
 # ScalarType's numbers, which PyTorch keeps for good.

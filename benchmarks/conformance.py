@@ -11,13 +11,14 @@ is judged by the contract, then by the relaxations of LADDERS, one after the oth
 ``message``    what differs: from the contract, or for ``wrong`` from the most relaxed judgement
 =============  =========================================================================================================
 
-A provider runs in a process of its own, which is killed when a case takes longer than CASE_S seconds (15): a kernel that waits for
+A provider runs in a process of its own, AT_ONCE of them beside each other, which is killed when a case takes longer than CASE_S seconds (15): a kernel that waits for
 ever is a result. Then another process goes on with the next case, RESTARTS times at most. CONFORMANCE_PROVIDERS (separated by semicolons) narrows the run;
-CONFORMANCE_DEVICE=cpu is for peers that run there (Triton's interpreter).
+CONFORMANCE_DEVICE=cpu is for peers that run there (Triton's interpreter). A run that is stopped is written as ``conformance-part.json``.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,6 +44,8 @@ from . import results
 
 DEVICE = os.environ.get("CONFORMANCE_DEVICE", "cuda")
 CASE_S, START_S, RESTARTS = float(os.environ.get("CASE_S", "15")), 180.0, 3
+AT_ONCE = 8 if (os.cpu_count() or 1) >= 16 else 1
+STOPPED = threading.Event()
 NOT_KERNELS = ("empty", "torch_bare", "torch_compiled")
 
 _SAMPLING = tuple(name for name in DFlashInputs._fields if name not in ("temperature", "seeds"))
@@ -308,7 +312,7 @@ def run_provider(name: str, case_s: float = CASE_S, start_s: float = START_S) ->
                     count = len(lines_of(path))
                     if count != seen:
                         seen, since = count, time.monotonic()
-                    if time.monotonic() - since > (case_s if seen else start_s):
+                    if STOPPED.is_set() or time.monotonic() - since > (case_s if seen else start_s):
                         process.kill()
                         process.wait()
                         break
@@ -317,7 +321,7 @@ def run_provider(name: str, case_s: float = CASE_S, start_s: float = START_S) ->
                 if line["state"] == "done":
                     rows[line["i"]] = {key: value for key, value in line.items() if key not in ("state", "i")}
             started = [line for line in lines if line["state"] == "start"]
-            if lines and lines[-1]["state"] == "end":
+            if STOPPED.is_set() or (lines and lines[-1]["state"] == "end"):
                 break
             if not started:
                 said = (Path(folder) / "log").read_text().strip().splitlines() or ["no output"]
@@ -353,14 +357,28 @@ def main() -> int:
         print("PEERS_DIR is not set: no function to run the kit on")
         return 1
     wanted = [part.strip() for part in os.environ.get("CONFORMANCE_PROVIDERS", "").split(";") if part.strip()]
-    start, rows = time.perf_counter(), []
-    for name in providers():
-        if not wanted or name in wanted:
-            rows += run_provider(name)
-            results.write("conformance", {"device": DEVICE}, quiet=True, summary=summary(rows), wall_s=round(time.perf_counter() - start, 1), rows=rows)
-    if not rows:
+    chosen = [name for name in providers() if not wanted or name in wanted]
+    if not chosen:
         print(f"no provider is left of {wanted}; PEERS_DIR has {', '.join(providers())}")
         return 1
+    start, done = time.perf_counter(), dict[str, list[dict[str, Any]]]()
+
+    def record(topic: str) -> None:
+        rows = [row for name in chosen for row in done.get(name, [])]
+        missing = [name for name in chosen if name not in done]
+        results.write(topic, {"device": DEVICE}, quiet=True, summary=summary(rows), wall_s=round(time.perf_counter() - start, 1), **({"missing": missing} if missing else {}), rows=rows)
+
+    with results.measuring("conformance", None, record), concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        running = {pool.submit(run_provider, name): name for name in chosen}
+        try:
+            for ended in concurrent.futures.as_completed(running):
+                done[running[ended]] = ended.result()
+                record("conformance-part")
+        except BaseException:
+            STOPPED.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    rows = [row for name in chosen for row in done[name]]
     for name, counts in summary(rows).items():
         print(f"{name}: {', '.join(f'{count} {what}' for what, count in counts.items())}")
         for row in rows:

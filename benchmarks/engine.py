@@ -3,7 +3,7 @@ without, and where the time of a step goes, with our kernels and with PyTorch al
 
 Parts (``--parts``): ``shipped`` (the main job, on the shipped checkpoint) and ``soak``; on a GPU between them ``like-cpu``, with the attention of
 DeepSeek-V4-Flash ``flash`` (the shipped requests), ``profile`` and ``flash-rates``, and ``rates``. Each is checked before it is believed: by ``--verify``, by
-serving the soak's requests alone, and by equal tokens of all variants that are timed. The file is written after each part.
+serving the soak's requests alone, and by equal tokens of all variants that are timed. What is there is written after each part, as ``engine-part.json`` until all are done.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from . import results
 Row = dict[str, Any]
 REQUESTS = results.ROOT / "dsv4_ops" / "engine" / "data" / "requests.jsonl"
 MODES = ("plain", "mtp", "dspark", "dflash")
+SOAK_SHARE = 0.6
+"""Of its time; in the rest the requests are served alone, to compare."""
 METHOD = (
     f"wall time of serving; {os.cpu_count()} cores. shipped requests: each mode serves all of them, padded to one size for --verify, whose time is not in seconds. soak: see soak(). "
     "decode step: wall time of steps in which eight requests decode; kernels (copies and fills included) and gpu_us by torch.profiler. profile: an eager engine, whose kernels a graph holds as they are"
@@ -413,7 +415,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def soaks() -> Iterator[Row]:
         for i, mode in enumerate(MODES):
             now = time.perf_counter()
-            yield soak(model, mode, device, soak_steps, until=now + (started + options.seconds - now) / (len(MODES) - i), **soaked)
+            share = (started + options.seconds - now) / (len(MODES) - i)
+            yield soak(model, mode, device, soak_steps, until=now + SOAK_SHARE * share, **soaked)
 
     work: dict[str, Callable[[], Iterator[Row]]] = {
         "shipped": lambda: shipped("shipped requests, shipped checkpoint"),
@@ -428,16 +431,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(parts) - set(work):
         parser.error(f"--parts: choose from {', '.join(work)}, got {', '.join(sorted(unknown))}")
 
-    def record() -> None:
-        """After each part: what was measured is kept, whatever the next one does."""
-        results.write("engine", command=f"python -m benchmarks.engine {' '.join(sys.argv[1:] if arguments is None else arguments)}".strip(), method=f"{METHOD}; load {os.getloadavg()[0]:.1f} when this was written", quiet=True, seconds=seconds, checks=checks, rows=rows)
+    def record(name: str) -> None:
+        results.write(name, command=f"python -m benchmarks.engine {' '.join(sys.argv[1:] if arguments is None else arguments)}".strip(), method=f"{METHOD}; load {os.getloadavg()[0]:.1f} when this was written", quiet=True, seconds=seconds, checks=checks, rows=rows)
 
-    try:
+    with results.measuring("engine", None, record), contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         for part in parts:
             begun = time.perf_counter()
             if begun > started + options.seconds:
                 rows.append({"op": part, "case": "all of it", "params": {}, "provider": "dsv4_ops", "ok": True, "skipped": f"the {options.seconds:.0f} s of --seconds were over"})
-                record()
                 continue
             try:
                 if part in ("flash", "flash-rates", "profile") and not flash.exists():
@@ -451,9 +453,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seconds[part] = round(time.perf_counter() - begun, 1)
             print(f"{part}: {seconds[part]} s", flush=True)
             free(device)
-            record()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            record("engine-part")  # what was measured is kept, whatever the next part does
     print(f"all parts: {time.perf_counter() - started:.1f} s")
     return 0 if all(row["ok"] for row in rows) else 1
 

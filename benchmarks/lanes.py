@@ -127,16 +127,21 @@ def main() -> int:
     options = parser.parse_args()
     device = options.device
     started = time.perf_counter()
-    rows = campaign_rows(device, options.replays or (10_000 if device == "cuda" else 200))
-    for measure in (lambda: toy_rows(device), lambda: engine_rows(device, "flash" if device == "cuda" else "tiny")):
-        try:
-            rows += measure()
-        except Exception as error:
-            rows.append({"op": "step", "case": "", "params": {}, "provider": "dsv4_ops", "ok": False, "skipped": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"})
+    rows: list[dict[str, Any]] = []
+
+    def record(name: str) -> None:
+        if device == "cuda":
+            results.write(name, method=METHOD, seconds=round(time.perf_counter() - started, 1), rows=rows)
+
+    with results.measuring("lanes", options.replays, record):
+        rows += campaign_rows(device, options.replays or (10_000 if device == "cuda" else 200))
+        for measure in (lambda: toy_rows(device), lambda: engine_rows(device, "flash" if device == "cuda" else "tiny")):
+            try:
+                rows += measure()
+            except Exception as error:
+                rows.append({"op": "step", "case": "", "params": {}, "provider": "dsv4_ops", "ok": False, "skipped": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"})
     for row in rows:
         print({key: value for key, value in row.items() if key != "provider"})
-    if device == "cuda":
-        results.write("lanes", method=METHOD, seconds=round(time.perf_counter() - started, 1), rows=rows)
     return 0 if all(row["ok"] and row.get("wrong_without", True) for row in rows) else 1
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -230,6 +231,12 @@ def rank_main(rank: int, size: int, device: str, limit_s: float) -> list[dict[st
     parts += [(f"indexer, {n} rows", functools.partial(bench.choices, n)) for n in bench.tokens]
     parts += [("engine", bench.engines), ("caches", bench.caches)]
     parts += [(f"attention, {n} tokens", functools.partial(bench.attention, n, backend)) for n in bench.tokens]
+    def record(topic: str, quiet: bool) -> None:
+        if rank == 0:
+            cuda = device == "cuda"
+            env = {"ranks": size, "backend": dist.get_backend(), "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None}
+            results.write(topic, env, quiet, method=METHOD if cuda else "wall time of a call: a trial on a CPU", wall_s=round(time.perf_counter() - bench.began, 1), rows=bench.rows)
+
     for name, part in parts:
         why = "time limit" if bench.anyone(time.perf_counter() - bench.began > limit_s) else ""
         try:
@@ -239,10 +246,8 @@ def rank_main(rank: int, size: int, device: str, limit_s: float) -> list[dict[st
             why = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:300]}"
         if why:
             bench.add({"op": name, "case": "not measured", "params": {}, "provider": "", "ok": False, "skipped": why})
-    if rank == 0:
-        cuda = device == "cuda"
-        env = {"ranks": size, "backend": dist.get_backend(), "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None}
-        results.write("parallel", env, method=METHOD if cuda else "wall time of a call: a trial on a CPU", wall_s=round(time.perf_counter() - bench.began, 1), rows=bench.rows)
+        record("parallel-part", quiet=True)  # what is measured stays, should a later part take the ranks down
+    record("parallel", quiet=False)
     return bench.rows
 
 
@@ -256,6 +261,7 @@ def main() -> int:
     if options.device == "cuda" and found < options.ranks:
         print(f"{options.ranks} CUDA devices are needed, {found} found")
         return 1
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and launch() ends the ranks
     rows = toys.launch(rank_main, options.ranks, options.device, options.limit_s, backend="nccl" if options.device == "cuda" else "gloo", limit_s=options.limit_s + 120)[0]
     return 0 if all(row["ok"] for row in rows) else 1
 

@@ -109,15 +109,19 @@ class Driver:
         order: str = "forward",
         seed: int = 0,
         device: int = 0,
+        steps: int = 1 << 28,
     ) -> list[torch.Tensor]:
-        """``order``: ``forward`` (the first warp, then the next), ``backward`` or ``random`` by ``seed``; ``device``: of the driver's list."""
+        """``order``: ``forward`` (the first warp, then the next), ``backward`` or ``random`` by ``seed``; ``device``: of the driver's list;
+        ``steps``: accesses and switches that a cluster may take, more is a hang."""
         if self.process is None:
             with self.log.open("wb") as log:
                 self.process = subprocess.Popen([self.program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
         watch = threading.Timer(SECONDS, self.process.kill)
         watch.start()
         try:
-            return self.exchange(" ".join(map(str, (op, order, seed, device, *integers, f"tensors={len(tensors)}"))), tensors)
+            return self.exchange(
+                " ".join(map(str, (op, order, seed, device, *integers, f"steps={steps}", f"tensors={len(tensors)}"))), tensors
+            )
         finally:
             watch.cancel()
 

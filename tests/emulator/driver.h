@@ -1,6 +1,6 @@
 // What drivers share: a request is a line of words and some tensors on standard input, the answer tensors on standard output.
 //
-//   request    "OP order seed device [integers...] tensors=N\n", then N tensors
+//   request    "OP order seed device [integers...] [steps=MOST] tensors=N\n", then N tensors
 //   tensor     int64: dtype (ScalarType), dimensions, sizes..., strides..., alignment of the first element in 256 bytes,
 //              elements from the first to the last; then the elements
 //   answer     int64 count, then tensors, contiguous; int64 -1 and a length and a text where the call threw
@@ -71,14 +71,17 @@ int serve_requests(const Answer& answer) {
     int device = 0;
     words >> request.op >> order >> seed >> device;
     int64_t tensors = 0;
+    uint64_t steps = kMaxSteps;
     for (std::string word; words >> word;) {
       if (word.rfind("tensors=", 0) == 0) {
         tensors = std::stoll(word.substr(8));
+      } else if (word.rfind("steps=", 0) == 0) {
+        steps = std::stoull(word.substr(6));
       } else {
         request.integers.push_back(std::stoll(word));
       }
     }
-    schedule(order == "forward" ? Order::forward : order == "backward" ? Order::backward : Order::random, seed);
+    schedule(order == "forward" ? Order::forward : order == "backward" ? Order::backward : Order::random, seed, steps);
     for (int64_t i = 0; i < tensors; ++i) request.tensors.push_back(read_tensor(device));
     try {
       const std::vector<Tensor> results = answer(request);

@@ -31,7 +31,6 @@ namespace {
 
 constexpr unsigned kWarp = 32, kMaxThreads = 1024, kMaxCluster = 16;
 constexpr size_t kStack = 128 << 10;
-constexpr uint64_t kMaxSteps = uint64_t{1} << 28;  // accesses and switches of one cluster: more is a hang
 
 using Place = uint32_t;  // in the code: the report resolves it
 
@@ -141,7 +140,7 @@ Thread* current = nullptr;
 const Launch* launched = nullptr;
 unsigned in_cluster = 0, cluster_alive = 0, cluster_arrived = 0, cluster_phase = 0, cluster_number = 0;
 uint32_t launch_number = 0, cluster_run = 0;  // what touches of device and of shared memory belong to
-uint64_t steps = 0;
+uint64_t steps = 0, max_steps = kMaxSteps;
 Order order = Order::forward;
 std::mt19937_64 dice;
 
@@ -224,8 +223,8 @@ int next_ready(const Block& block) {
 }
 
 void step(Place place) {
-  if (++steps > kMaxSteps) {
-    say("emulator: hang: more than %llu steps, the last one", static_cast<unsigned long long>(kMaxSteps));
+  if (++steps > max_steps) {
+    say("emulator: hang: more than %llu steps, the last one", static_cast<unsigned long long>(max_steps));
     say_thread(*current);
     say(" at @%x\n", place);
     say_threads();
@@ -843,8 +842,8 @@ void send_counted(uint32_t to, const void* from, uint32_t bytes, uint32_t arriva
   void* const target = shared_pointer(nullptr, to);
   Block& block = blocks[(arrivals >> 24) - 1];
   const auto counter = block.expected.find(arrivals & 0xffffffu);
+  check_access(target, bytes, true, false, place, (arrivals & 0xffffffu) + 1);
   if (counter == block.expected.end()) report(place, "st.async where no bytes are expected");
-  check_access(target, bytes, true, false, place, counter->first + 1);
   memcpy(target, from, bytes);
   counter->second -= bytes;
   if (counter->second < 0) report(place, "more bytes come by st.async than are expected");
@@ -902,8 +901,8 @@ void free_all() {
   ranges.clear();
 }
 
-void schedule(Order new_order, uint64_t seed) {
-  order = new_order;
+void schedule(Order new_order, uint64_t seed, uint64_t most) {
+  order = new_order, max_steps = most;
   dice.seed(seed);
 }
 

@@ -71,7 +71,8 @@ void expose(const void* from, size_t bytes, Access access, bool initialized);
 void free_all();
 
 enum class Order { random, forward, backward };  // forward: the first warp goes as far as it can, then the next, and so do blocks
-void schedule(Order order, uint64_t seed);
+constexpr uint64_t kMaxSteps = uint64_t{1} << 28;  // accesses and switches of one cluster: more is a hang
+void schedule(Order order, uint64_t seed, uint64_t max_steps = kMaxSteps);
 
 struct Launch {
   Index grid, block;

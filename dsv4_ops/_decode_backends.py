@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _checks, _flashinfer, _flashmla, capability
+from . import _checks, _flashinfer, _flashmla, _registry, capability
 from ._flashinfer_table import PROJECT, build_tools, missing_parameters
 from .capability import Requirement
 from .errors import ArgumentError
@@ -21,10 +21,11 @@ from .kv_cache import HEAD_DIM, TOKEN_BYTES
 
 __all__ = ["BACKENDS", "CHOICES", "NEVER_RUN", "DecodeShape", "Pages", "check", "chosen", "device_arch", "fastest", "requirements"]
 
-BACKENDS = ("reference", "triton", "flashmla", "flashinfer")
+BACKENDS = ("reference", "triton", "cuda", "flashmla", "flashinfer")
 CHOICES = ("auto", "fastest", *BACKENDS)
 NEVER_RUN = {
     "triton": "on any GPU but sm_90 (it compiles for sm_80, sm_100 and sm_120)",
+    "cuda": "on any GPU (tests run its kernels on a CPU, by an emulator of the instructions that they use)",
     "flashmla": "on any GPU but sm_90",
     "flashinfer": "on any GPU (its table, its argument checks and the rows it is given are tested without one)",
 }
@@ -43,6 +44,25 @@ class Faster(NamedTuple):
 FASTER_FLASHMLA: tuple[Faster, ...] = (Faster(64, range(257, 641), 64),)
 """On sm_90: 64 heads, a window and 512 records, measured at 64 and 128 tokens. The attention benchmark prints what it would be, and
 tests/test_attention_backends.py holds it against the recorded run, once there is one."""
+
+
+class FewTokens(NamedTuple):
+    """A region in which the CUDA kernels were measured faster than all others: padded heads, columns of both segments, and up to how
+    many tokens."""
+
+    heads: int
+    columns: range
+    tokens: int
+
+
+FASTER_CUDA: tuple[FewTokens, ...] = ()
+"""On sm_90, from the attention benchmark on an H200, which prints what it would be. Nothing yet: they were never run on one."""
+
+CLUSTER_KERNEL = _registry.define_kernel(
+    "sparse_mla_decode_cluster(Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens, Tensor? extra_cache, Tensor? extra_indices, "
+    "Tensor? extra_lens, Tensor? attn_sink, float scale) -> (Tensor, Tensor)"
+)
+"""Of csrc/cuda/sparse_decode.cu."""
 
 
 class Pages(NamedTuple):
@@ -112,9 +132,14 @@ def _page_rows(shape: DecodeShape, dtype: torch.dtype, need: str, stride: int) -
     rows = []
     for name, pages in shape.caches.items():
         rows.append(Requirement(name, need, f"{_checks.names((pages.dtype,))} rows", pages.dtype == dtype, "Make it with new_kv_cache(dtype=...)."))
-        size = pages.stride * pages.dtype.itemsize
-        rows.append(Requirement(f"pages of {name}", f"a page stride that is a multiple of {stride} bytes", f"{size}", size % stride == 0, f"Pad it: new_kv_cache(page_stride={-(-size // stride) * stride // pages.dtype.itemsize})."))
+        rows.append(_page_stride(name, pages, stride))
     return rows
+
+
+def _page_stride(name: str, pages: Pages, stride: int) -> Requirement:
+    size = pages.stride * pages.dtype.itemsize
+    fix = f"Pad it: new_kv_cache(page_stride={-(-size // stride) * stride // pages.dtype.itemsize})."
+    return Requirement(f"pages of {name}", f"a page stride that is a multiple of {stride} bytes", f"{size}", size % stride == 0, fix)
 
 
 def _reference_needs(shape: DecodeShape, arch: tuple[int, int] | None, lse: bool) -> list[Requirement]:
@@ -127,6 +152,23 @@ def _triton_needs(shape: DecodeShape, arch: tuple[int, int] | None, lse: bool) -
         _architecture(arch, "a CUDA device of sm_80 or later", arch is not None and arch >= (8, 0)),
         Requirement("library", "triton", "installed" if there else "not installed", there, "pip install triton"),
     ]
+
+
+def _cuda_needs(shape: DecodeShape, arch: tuple[int, int] | None, lse: bool) -> list[Requirement]:
+    there = torch._C._dispatch_has_kernel_for_dispatch_key(CLUSTER_KERNEL, "CUDA")
+    found = "loaded" if there else _registry.skipped.get("_C_cuda", "built from other sources, without this kernel")
+    rows = [
+        _architecture(arch, "sm_90 to sm_11x (clusters of blocks, 227 KB of shared memory each)", arch is not None and (9, 0) <= arch < (12, 0)),
+        Requirement("library", "dsv4_ops._C_cuda", found, there, "Install this package where nvcc and a CUDA build of torch are."),
+        _query(shape),
+    ]
+    for name, pages in shape.caches.items():
+        ok = pages.dtype in (torch.uint8, torch.bfloat16)
+        rows.append(Requirement(name, "FP8 pages (uint8) or bfloat16 rows", f"{_checks.names((pages.dtype,))} rows", ok, "Make it with new_kv_cache(dtype=...), or take backend='auto'."))
+        rows.append(_page_stride(name, pages, 16))
+        far = pages.stride * pages.dtype.itemsize
+        rows.append(Requirement(f"span of {name}", "pages less than 4 GiB apart", f"{far} bytes", far < 1 << 32, "Take backend='auto'."))
+    return rows
 
 
 def _flashmla_needs(shape: DecodeShape, arch: tuple[int, int] | None, lse: bool) -> list[Requirement]:
@@ -178,6 +220,7 @@ def _interface(module: str, function: str, needed: frozenset[str]) -> Requiremen
 _GATES: dict[str, Callable[[DecodeShape, tuple[int, int] | None, bool], list[Requirement]]] = {
     "reference": _reference_needs,
     "triton": _triton_needs,
+    "cuda": _cuda_needs,
     "flashmla": _flashmla_needs,
     "flashinfer": _flashinfer_needs,
 }
@@ -212,10 +255,18 @@ def chosen(
 
 def fastest(own: str, tokens: int, shape: DecodeShape, arch: tuple[int, int] | None) -> str:
     """What was measured fastest for this shape (benchmarks/results, topic attention), or ``own`` where nothing was measured."""
-    if arch != (9, 0) or any(not r.ok for r in requirements("flashmla", shape, arch)):
+    if arch != (9, 0):
+        return own
+
+    def serves(backend: str) -> bool:
+        return all(r.ok for r in requirements(backend, shape, arch))
+
+    columns, heads = shape.width + (shape.extra_width or 0), capability.pad_heads(shape.heads, _flashmla.HEADS)
+    if any(heads == region.heads and columns in region.columns and tokens <= region.tokens for region in FASTER_CUDA) and serves("cuda"):
+        return "cuda"
+    if not serves("flashmla"):
         return own
     if own == "reference":
         return "flashmla"  # it beats PyTorch everywhere
-    columns, heads = shape.width + (shape.extra_width or 0), _flashmla.padded_heads(shape.heads)
     faster = any(heads == region.heads and columns in region.columns and tokens >= region.tokens for region in FASTER_FLASHMLA)
     return "flashmla" if faster else own

@@ -41,11 +41,13 @@ import torch
 from . import _checks, envs
 from .errors import ArgumentError, ArgumentShapeError, BuildError, GradientError
 
-__all__ = ["BadInput", "Op", "Sample", "define", "loaded", "ops", "seal", "skipped", "unpacked"]
+__all__ = ["BadInput", "Op", "Sample", "define", "define_kernel", "loaded", "ops", "seal", "skipped", "unpacked"]
 
 NAMESPACE = "dsv4_ops"
 logger = logging.getLogger(NAMESPACE)
+KERNELS = f"{NAMESPACE}_kernels"
 _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+_kernels = torch.library.Library(KERNELS, "DEF")  # type: ignore[no-untyped-call]
 _ops: dict[str, Op] = {}
 
 loaded: list[str] = []
@@ -281,6 +283,15 @@ def define(schema: str, *, out: Sequence[str] = (), graph_safe: bool = True, gra
     op = Op(name, schema, module.rsplit(".", 1)[-1], graph_safe, graph_note, tuple(out))
     _ops[name] = op
     return op
+
+
+def define_kernel(schema: str) -> str:
+    """Define what a launcher calls of csrc/ where an op has several back ends on one device; returns its qualified name.
+
+    It stands in a namespace of its own, because it is no op: fake, reference, checks and tests are those of the op whose back end it is.
+    """
+    _kernels.define(schema)  # type: ignore[no-untyped-call]
+    return f"{KERNELS}::{schema.split('(', 1)[0].strip()}"
 
 
 def ops() -> list[Op]:

@@ -6,6 +6,8 @@ back end        devices                  batch-     what it is
 ==============  =======================  =========  =======================================================================
 ``reference``   any                      yes        plain PyTorch (on a CPU the compiled kernel, where it was built)
 ``triton``      sm_80 and later          yes        this package's kernels
+``cuda``        sm_90 to sm_11x          yes        this package's CUDA C++ kernel for few tokens: one launch, no scratch; bfloat16 query,
+                                                    FP8 pages or bfloat16 rows. Nobody here has run it on a GPU
 ``flashmla``    sm_90, sm_10x            no         FlashMLA, or the copy inside vLLM, where one is installed; FP8 pages
 ``flashinfer``  sm_100, sm_103, sm_120,  no         FlashInfer 0.7.2 and later: bfloat16 rows on sm_100 (and no log-sum-exp:
                 sm_121                              ``lse`` is NaN), FP8 pages on sm_120. Nobody here has run it on a GPU
@@ -35,7 +37,7 @@ from .swa_indices import decode_swa_width
 
 __all__ = ["BACKENDS", "BATCH_INVARIANT", "CHOICES", "NEVER_RUN", "DecodeShape", "Pages", "SparseMLADecode", "fastest", "requirements"]
 
-BATCH_INVARIANT = frozenset(["auto", "reference", "triton"])
+BATCH_INVARIANT = frozenset(["auto", "reference", "triton", "cuda"])
 """Choices with which a row's bits do not depend on its batch."""
 
 

@@ -38,7 +38,7 @@ attention back ends where none is installed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -286,9 +286,25 @@ def _run(backend: str, a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
         window, *extra = a.segments
         return kernels.sparse_mla_decode(a.q, window, extra[0] if extra else None, a.attn_sink, a.scale, a.lane)
+    if backend == "cuda":
+        return _cluster(a)
     if backend == "flashmla":
         return _flashmla.sparse_mla_decode(a.q, a.segments, a.attn_sink, a.scale)
     return _flashinfer.sparse_mla_decode(a.q, a.segments, a.attn_sink, a.scale, a.lane)
+
+
+def _cluster(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernels of csrc/cuda/sparse_decode.cu, in one launch and without scratch: rows of q must lie on 16 bytes, and others are copied."""
+    q = a.q
+    places = [q.data_ptr()] + [stride * q.element_size() for size, stride in zip(q.shape[:2], q.stride()[:2], strict=True) if size > 1]
+    if any(place % 16 for place in places):
+        q = q.clone(memory_format=torch.contiguous_format)
+    return _cluster_kernel()(q, a.swa_cache, a.swa_indices, a.swa_lens, a.extra_cache, a.extra_indices, a.extra_lens, a.attn_sink, a.scale)  # type: ignore[no-any-return]
+
+
+def _cluster_kernel() -> Any:
+    namespace, name = _decode_backends.CLUSTER_KERNEL.split("::")
+    return getattr(getattr(torch.ops, namespace), name).default
 
 
 @_one_value

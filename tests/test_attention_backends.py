@@ -23,7 +23,7 @@ import torch
 import dsv4_ops
 from benchmarks import attention
 from dsv4_ops import SparseMLADecode, _decode_backends, _flashinfer, _flashmla, sparse_mla_decode
-from dsv4_ops._decode_backends import BACKENDS, DecodeShape, Faster, Pages, fastest, requirements
+from dsv4_ops._decode_backends import BACKENDS, DecodeShape, Faster, FewTokens, Pages, fastest, requirements
 from dsv4_ops.errors import ArgumentError, UnsupportedError
 from dsv4_ops.kv_cache import kv_cache_gather, new_kv_cache
 from dsv4_ops.sparse_decode import SPARSE_MLA_DECODE
@@ -91,12 +91,12 @@ def test_names_and_what_they_are_on_a_cpu() -> None:
     for name in ("auto", "fastest", "reference"):
         assert all(torch.equal(a, b) for a, b in zip(sparse_mla_decode(*arguments, scale=SCALE, backend=name), expected, strict=True))
         compare(SPARSE_MLA_DECODE.torch_impl(*arguments, scale=SCALE, backend=name), expected)  # type: ignore[misc]
-    for name in ("triton", "flashmla", "flashinfer"):
+    for name in ("triton", "cuda", "flashmla", "flashinfer"):
         with pytest.raises(UnsupportedError, match=f"backend='{name}' cannot run here") as caught:
             sparse_mla_decode(*arguments, scale=SCALE, backend=name)
         assert "found no CUDA device" in str(caught.value)
-    with pytest.raises(ArgumentError, match="backend must be one of 'auto', 'fastest', 'reference', 'triton', 'flashmla', 'flashinfer', got 'cuda'"):
-        sparse_mla_decode(*arguments, scale=SCALE, backend="cuda")
+    with pytest.raises(ArgumentError, match="backend must be one of 'auto', 'fastest', 'reference', 'triton', 'cuda', 'flashmla', 'flashinfer', got 'ours'"):
+        sparse_mla_decode(*arguments, scale=SCALE, backend="ours")
 
 
 def test_a_back_end_that_cannot_serve_is_refused_when_traced() -> None:
@@ -157,8 +157,19 @@ def test_fastest_by_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fastest("triton", 500, PLAIN._replace(heads=65), SM90) == "triton", "128 padded heads are another measurement"
     assert fastest("reference", 1, DRAFT, SM90) == "flashmla", "without kernels of our own"
     assert fastest("triton", 500, PLAIN, SM100) == "triton", "nobody measured it there"
+    monkeypatch.setattr(_decode_backends, "FASTER_CUDA", (FewTokens(64, range(257, 641), 8),))
+    assert [fastest("triton", tokens, PLAIN, SM90) for tokens in (1, 8, 9, 32)] == ["cuda", "cuda", "triton", "flashmla"]
+    assert fastest("triton", 1, PLAIN._replace(heads=129), SM90) == "triton", "more heads than FlashMLA has were not measured"
     fitting = (dsv4_ops.capability.Requirement("library", "one", "none", False),)
-    assert fastest("reference", 500, PLAIN, SM90) == "reference"
+    assert fastest("reference", 500, PLAIN, SM90) == fastest("reference", 1, PLAIN, SM90) == "reference"
+
+
+def test_kernels_that_no_gpu_has_run_are_not_chosen() -> None:
+    """Until its entry leaves NEVER_RUN, which the first measurement on a GPU does, together with FASTER_CUDA."""
+    for backend, where in _decode_backends.NEVER_RUN.items():
+        if where.startswith("on any GPU ("):
+            table = {"cuda": _decode_backends.FASTER_CUDA}.get(backend, ())
+            assert table == (), f"{backend} is called faster, and was never run"
 
 
 RECORDED = Path(__file__).parents[1] / "benchmarks" / "results" / "h200" / "attention.json"
@@ -219,7 +230,7 @@ def test_pairs_of_heads_and_width_at_construction() -> None:
     assert SparseMLADecode(64, 128, block_queries=5, device="cpu").width == 128, "multi-token rows are as wide as the window"
 
 
-@pytest.mark.parametrize("backend", ["triton", "flashmla", "flashinfer"])
+@pytest.mark.parametrize("backend", ["triton", "cuda", "flashmla", "flashinfer"])
 def test_construction_refuses_with_everything_that_is_unmet(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dsv4_ops.attention_backends, "device_arch", lambda device: (8, 9) if backend != "triton" else (7, 5))
     monkeypatch.setattr(_flashmla, "find_package", lambda name: None)
@@ -227,7 +238,7 @@ def test_construction_refuses_with_everything_that_is_unmet(backend: str, monkey
         SparseMLADecode(200, 128, dtype=torch.float32, cache_dtype=torch.float32, extra_width=512, backend=backend)
     names = [line.split(":")[0] for line in caught.value.unmet]
     assert names[0] == "architecture" and f"backend={backend!r} (200 heads, width 128 + 512)" in str(caught.value)
-    assert {"triton": set(), "flashmla": {"library", "query", "heads", "swa_cache", "extra_cache"}, "flashinfer": {"query", "heads"}}[backend] <= set(names)
+    assert {"triton": set(), "cuda": {"library", "query", "swa_cache", "extra_cache"}, "flashmla": {"library", "query", "heads", "swa_cache", "extra_cache"}, "flashinfer": {"query", "heads"}}[backend] <= set(names)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +324,44 @@ def test_fix_of_a_page_stride_is_one_that_serves(flash_mla: Any) -> None:
     flash_mla(GOOD)
     (line,) = [str(r) for r in requirements("flashmla", DRAFT, SM100) if not r.ok]
     assert "page_stride=37440" in line
+
+
+def test_cuda_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: name == "dsv4_ops_kernels::sparse_mla_decode_cluster" and key == "CUDA")
+    for arch in (SM90, SM100, (11, 0)):
+        assert unmet("cuda", PLAIN, arch) == unmet("cuda", DRAFT._replace(heads=3, pages=BF16), arch) == []
+    for arch in ((8, 9), SM120, None):
+        assert unmet("cuda", PLAIN, arch) == ["architecture"], "clusters, and shared memory that sm_120 has not"
+    odd = FP8._replace(stride=37376 + 8)
+    assert unmet("cuda", PLAIN._replace(dtype=torch.float32, pages=odd, extra_pages=Pages(torch.float32)), SM90) == ["query", "pages of swa_cache", "extra_cache"]
+    assert unmet("cuda", DRAFT._replace(pages=FP8._replace(stride=1 << 32)), SM90) == ["span of swa_cache"]
+    (line,) = [str(r) for r in requirements("cuda", DRAFT._replace(pages=odd), SM90) if not r.ok]
+    assert "page_stride=37392" in line
+
+
+def test_cuda_gate_says_why_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
+    monkeypatch.setitem(dsv4_ops._registry.skipped, "_C_cuda", "not built: no nvcc")
+    assert unmet("cuda", PLAIN, SM90) == ["library"]
+    (line,) = [str(r) for r in requirements("cuda", PLAIN, SM90) if not r.ok]
+    assert "found not built: no nvcc" in line
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_cuda_gets_rows_of_the_query_on_16_bytes(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are copied; all else goes as it came."""
+    from dsv4_ops import sparse_decode
+
+    seen: list[Any] = []
+    monkeypatch.setattr(sparse_decode, "_cluster_kernel", lambda: lambda *a: seen.append(a))
+    arguments = batch(3, 4, (12, 4), torch.uint8, torch.bfloat16, "cpu")
+    wide = torch.randn(3, 4, 520).bfloat16()
+    arguments[0] = wide[..., offset : offset + 512]
+    sparse_decode._cluster(sparse_decode._arguments(*arguments, scale=0.5))
+    (given,) = seen
+    assert torch.equal(given[0], arguments[0]) and (given[0].data_ptr() == arguments[0].data_ptr()) == (offset == 0)
+    assert given[0].data_ptr() % 16 == 0 and all(stride * 2 % 16 == 0 for stride in given[0].stride()[:2])
+    assert all(a is b for a, b in zip(given[1:8], arguments[1:], strict=True)) and given[8] == 0.5
 
 
 def test_triton_gate() -> None:

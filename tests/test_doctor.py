@@ -315,18 +315,21 @@ def test_attention_back_ends_of_a_machine(capability: list[int], monkeypatch: py
     monkeypatch.setattr(doctor, "_gpus", lambda: ([gpu], ""))
     facts = json.loads(json.dumps(doctor.report(system=False)))
     rows = {r["backend"]: r for r in facts["attention"]}
-    assert list(rows) == ["reference", "triton", "flashmla", "flashinfer"] and all(r["serves"] == (not r["unmet"]) for r in rows.values())
+    assert list(rows) == ["reference", "triton", "cuda", "flashmla", "flashinfer"] and all(r["serves"] == (not r["unmet"]) for r in rows.values())
     assert rows["reference"]["serves"] and not rows["flashinfer"]["serves"], "not installed where tests run"
     unmet = {name: {line.split(":")[0] for line in row["unmet"]} for name, row in rows.items()}
     assert ("architecture" in unmet["flashmla"]) == (capability == [12, 0]) and ("architecture" in unmet["flashinfer"]) == (capability == [9, 0])
     text = doctor.render(facts)
     assert f"flashinfer on sm_{capability[0]}{capability[1]}: cannot serve; bits depend on the batch" in text
     assert "never run: on any GPU (" in text and "reference on sm_" in text
-    assert "auto: " in text and text.count("never run:") == 3
+    assert "auto: " in text and text.count("never run:") == 4
+    cuda = text[text.index(f"  cuda on sm_{capability[0]}{capability[1]}:") :]
+    assert cuda.index("never run: on any GPU (tests run its kernels on a CPU") < cuda.index("  flashmla on")
+    assert ("architecture" in unmet["cuda"]) == (capability == [12, 0])
 
 
 def test_attention_back_ends_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_gpus", lambda: ([], "none"))
     facts = doctor.report(system=False)
-    assert [r["serves"] for r in facts["attention"]] == [True, False, False, False]
+    assert [r["serves"] for r in facts["attention"]] == [True, False, False, False, False]
     assert "  flashmla: cannot serve" in doctor.render(facts)

@@ -302,7 +302,7 @@ def test_source_distribution_can_build_itself(tmp_path: Path) -> None:
 def test_every_kernel_in_the_sources_is_loaded_and_used() -> None:
     for device, path in (("cuda", "cuda/registration.cu"), ("cpu", "registration.cpp")):
         table = (ROOT / "csrc" / path).read_text()
-        in_sources = set(re.findall(r'm\.impl\("(\w+)"', table))
+        in_sources = set(re.findall(r'\bm\.impl\("(\w+)"', table))
         assert in_sources
         assert {op.name for op in testing.ops() if device in op.cpp_sources} == in_sources
     assert {op.name for op in testing.ops() if op.backends["cpu"] == "c++"} == in_sources, "stale build: install again"

@@ -381,15 +381,27 @@ KINDS: list[tuple[int, torch.dtype, torch.dtype, torch.dtype | None, list[tuple[
 """Heads, dtypes of query, indices and sink, and of each segment: width, page size, dtype, padding of a page. Few, so that many draws compile little."""
 
 
-def draw_calls(device: str, count: int, tokens: int, seed: int = 0) -> None:
-    """Random calls of the launcher against the fp64 reference: fp32 ones to fp32's precision."""
+CUDA_KINDS: list[tuple[int, torch.dtype, torch.dtype, torch.dtype | None, list[tuple[int, int, torch.dtype, int]]]] = [
+    *KINDS[:3],
+    (8, BF16, torch.int64, BF16, [(192, 256, U8, 16), (64, 1, U8, 8)]),
+    KINDS[4],
+    (65, BF16, torch.int32, F32, [(64, 3, BF16, 8), (300, 16, U8, 0)]),
+    KINDS[6],
+    (3, BF16, torch.int32, None, [(1, 2, U8, 0), (1500, 64, U8, 0)]),
+]
+"""What the CUDA C++ kernels take of these: bf16 queries, FP8 or bf16 rows on 16 bytes."""
+
+
+def draw_calls(device: str, count: int, tokens: int, seed: int = 0, launch: Any = None, kinds: Any = None) -> None:
+    """Random calls of a launcher against the fp64 reference: fp32 ones to fp32's precision."""
+    launch, kinds = launch or launched, kinds or KINDS
     generator = torch.Generator().manual_seed(seed)
 
     def pick(low: int, high: int) -> int:
         return int(torch.randint(low, high, (1,), generator=generator))
 
     for draw in range(count):
-        heads, query, index, sink, segments = KINDS[draw % len(KINDS)]
+        heads, query, index, sink, segments = kinds[draw % len(kinds)]
         rows = pick(1, tokens + 1)
         arguments: list[torch.Tensor | None] = [torch.randn(rows, heads, D, generator=generator).to(query).to(device)]
         for width, block_size, dtype, pad in segments:
@@ -401,7 +413,7 @@ def draw_calls(device: str, count: int, tokens: int, seed: int = 0) -> None:
         arguments += [None] * (7 - len(arguments))
         arguments.append(None if sink is None else (torch.randn(heads, generator=generator) * 3).to(sink).to(device))
         scale = (0.01, D**-0.5, 0.2, -0.05)[pick(0, 4)]
-        out, lse = launched(*arguments, scale=scale)
+        out, lse = launch(*arguments, scale=scale)
         expected, expected_lse = SPARSE_MLA_DECODE.reference(*arguments, scale=scale)
         assert out.dtype == query and out.is_contiguous() and lse.dtype == F32
         rtol, atol = (2e-5, 2e-5) if query == F32 else (2**-7, 2**-6)  # weights, too, are rounded to bf16: 2**-8 of keys up to 5
@@ -432,9 +444,11 @@ def row_bits(device: str, heads: int, dtype: str, query: str, widths: tuple[int,
 BIT_CASES = [(8, "uint8", "bfloat16", (128, 512)), (3, "uint8", "bfloat16", (128, 0)), (2, "float32", "float32", (133, 20)), (65, "bfloat16", "bfloat16", (70, 1))]
 
 
-def known_rows(device: str) -> None:
+def known_rows(device: str, launch: Any = None, dtypes: tuple[torch.dtype, ...] = (F32, BF16, U8)) -> None:
     """Rows without a key, with one, with lengths past the width: numbers that need no oracle."""
-    for dtype, query in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.uint8, torch.bfloat16)):
+    launch = launch or launched
+    for dtype in dtypes:
+        query = F32 if dtype == F32 else BF16
         cache = filled(3, 4, dtype, torch.Generator().manual_seed(0)).to(device)
         stored = all_rows(cache).to(device)
         for width in (6, 300):
@@ -443,7 +457,7 @@ def known_rows(device: str) -> None:
             lens = torch.tensor([width, 2**31 - 1, width + 5, width, 2], dtype=torch.int32, device=device)
             q = torch.randn(5, 3, D, device=device).to(query)
             for extra in ((), (cache, indices[:, :0], lens)):
-                out, lse = launched(q, cache, indices, lens, *extra, scale=0.1)
+                out, lse = launch(q, cache, indices, lens, *extra, scale=0.1)
                 for row, slot in ((1, 7), (2, 5)):
                     assert torch.equal(out[row], stored[slot].to(query).expand(3, D)), "the weight of an only key is 1"
                     torch.testing.assert_close(lse[row].double(), 0.1 * (q[row].double() @ stored[slot]), rtol=1e-5, atol=1e-5)
@@ -451,9 +465,11 @@ def known_rows(device: str) -> None:
                     assert not bool(out[row].any()) and bool((lse[row] == NEG_INF).all())
 
 
-def poison(device: str) -> None:
+def poison(device: str, launch: Any = None, dtypes: tuple[torch.dtype, ...] = (F32, U8)) -> None:
     """NaN in every row of the cache and every column that is no key, and in scratch that no program wrote."""
-    for dtype, query in ((torch.float32, torch.float32), (torch.uint8, torch.bfloat16)):
+    launch = launch or launched
+    for dtype in dtypes:
+        query = F32 if dtype == F32 else BF16
         cache = filled(3, 16, dtype, torch.Generator().manual_seed(0)).to(device)
         kept = torch.arange(16, 32, device=device)
         clean = cache.clone()
@@ -466,9 +482,9 @@ def poison(device: str) -> None:
         lens = torch.tensor([16, 3], device=device)
         q = torch.randn(2, 4, D, device=device).to(query)
         for _ in range(2):
-            for dirty, right in zip(launched(q, cache, indices, lens, scale=0.1), launched(q, clean, indices, lens, scale=0.1), strict=True):
+            for dirty, right in zip(launch(q, cache, indices, lens, scale=0.1), launch(q, clean, indices, lens, scale=0.1), strict=True):
                 assert bool(dirty.isfinite().all()) and torch.equal(dirty, right)
-        out, lse = launched(q, cache, indices, torch.tensor([17, 16], device=device), scale=0.1)
+        out, lse = launch(q, cache, indices, torch.tensor([17, 16], device=device), scale=0.1)
         assert bool(out[0].isnan().all()) and bool(lse[0].isnan().all()) and bool(out[1].isfinite().all())
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +37,20 @@ def _no_lock_outlives_a_test() -> Iterator[None]:
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def room() -> Iterator[int]:
+    """Bytes of GPU memory that can be allocated now. Tests that ask take turns, whatever worker of a parallel run they are on, and what they took is given back."""
+    import fcntl
+
+    with (Path(tempfile.gettempdir()) / f"dsv4_ops-tests-room-{os.getuid()}").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        gc.collect()
+        torch.cuda.empty_cache()
+        yield torch.cuda.mem_get_info()[0]
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _in_triton_process(interpret: bool) -> Iterator[Any]:

@@ -22,13 +22,6 @@ FAR = 2**31  # elements
 COUNTS = (1, 2, 15, 16, 17, 32)
 
 
-@pytest.fixture
-def room() -> int:
-    """Bytes that can be allocated now."""
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
-
-
 @pytest.mark.parametrize("op", EACH)
 def test_counts_compile_nothing_new(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler itself is asked: no count of tokens or requests leads to it, once an op has run."""

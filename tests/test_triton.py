@@ -299,6 +299,20 @@ class Machine:
         return self.target
 
 
+STEP = re.compile(r"""^ \s* (?: (?P<if> @\S+ \s+)? (?P<step> griddepcontrol\.\w+ | (?: bra | ret | exit | call | bar | barrier)\b\S* | (?: ld | st | atom | red | cp | prefetch)\.\S*global\S*)
+                      | (?P<label> \$L__BB\w+) : )""", re.MULTILINE | re.VERBOSE)  # fmt: skip
+
+
+def before_the_wait(ptx: str) -> str | None:
+    """What a kernel does before all its threads have waited: an access to global memory, or a step that some may take another way. None: nothing."""
+    first = STEP.search(ptx, ptx.index(".entry"))
+    if first is None:
+        return "the end"
+    if first["step"] == "griddepcontrol.wait" and not first["if"]:
+        return None
+    return "".join(part or "" for part in first.group("if", "step", "label")).strip()
+
+
 def compile_for(found: Sequence[Compiled], capability: int) -> None:
     from triton._utils import find_paths_if, get_iterable_path
     from triton.backends.compiler import GPUTarget
@@ -313,9 +327,11 @@ def compile_for(found: Sequence[Compiled], capability: int) -> None:
         special = [None if one.signature[p] == "constexpr" else one.special[p] for p in one.signature]
         divisible = find_paths_if(special, lambda _, known: known == "D")
         attributes = {path: [["tt.divisibility", 16]] for path in divisible if "D" in get_iterable_path(special, path)}
-        made = triton_compile(ASTSource(kernel, one.signature, one.constants, attributes), target=machine.target, options=dict(one.options))
-        steps = re.findall(r"griddepcontrol\.wait|\b(?:ld|st|atom|red|cp|prefetch)\.\S*global", made.asm["ptx"])
-        assert capability < 90 or steps[0] == "griddepcontrol.wait", f"{one.kernel}: {steps[0]} before it waits for the kernel that writes its inputs"
+        dependent = {"launch_pdl": True} if capability >= 90 else {}  # as launching.launch has it
+        made = triton_compile(ASTSource(kernel, one.signature, one.constants, attributes), target=machine.target, options={**one.options, **dependent})
+        hasty = before_the_wait(made.asm["ptx"])
+        assert capability < 90 or hasty is None, f"{one.kernel}: {hasty} before it waits for the kernel that writes its inputs"
+        assert capability >= 90 or "griddepcontrol" not in made.asm["ptx"], f"{one.kernel}: waits where the chip has no such instruction"
         assert "trap;" not in made.asm["ptx"], f"{one.kernel}: the compiler made a trap of it"
         assert made.metadata.shared <= SHARED_BYTES[capability], f"{one.kernel}: {made.metadata.shared} bytes of shared memory"
 
@@ -406,8 +422,13 @@ def test_a_kernel_that_does_not_compile_is_noticed(compiler: Interpreter) -> Non
     compiler(compile_for, [good], 90)
     with pytest.raises(pytest.fail.Exception, match="power of 2"):
         compiler(compile_for, [replace(good, constants={(3,): 1, (5,): 17})], 90)
-    with pytest.raises(pytest.fail.Exception, match=r"_hasty_kernel: ld\.global before it waits"):
-        compiler(compile_for, [replace(good, kernel="_hasty_kernel")], 90)
+    hasty = {
+        "_hasty_kernel": r"(@%p\d+ )?ld\.global\S*", "_restless_kernel": r"(@%p\d+ )?st\.global\S*", "_sometimes_kernel": r"@%p\d+ bra",
+        "_leaving_kernel": r"@%p\d+ (bra|ret)", "_eager_kernel": r"griddepcontrol\.launch_dependents",
+    }  # fmt: skip
+    for kernel, step in hasty.items():
+        with pytest.raises(pytest.fail.Exception, match=rf"{kernel}: {step} before it waits"):
+            compiler(compile_for, [replace(good, kernel=kernel)], 90)
 
 
 # ---- under torch.compile ---------------------------------------------------------------------------------------------

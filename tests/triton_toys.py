@@ -8,21 +8,56 @@ import triton.language as tl
 
 from dsv4_ops._triton.launching import wait_for_inputs
 
+_toy = triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["x_ptr"])
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["x_ptr"])
+
+@triton.jit
+def _double(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x_ptr + i + shift_in, mask=i < n, other=0)
+    tl.store(y_ptr + i + shift_out, value * 2, mask=i < n)
+
+
+@_toy
 def _double_kernel(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK: tl.constexpr):
     wait_for_inputs()
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x_ptr + i + shift_in, mask=i < n, other=0)
-    tl.store(y_ptr + i + shift_out, value * 2, mask=i < n)
+    _double(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK)
 
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["x_ptr"])
+@_toy
 def _hasty_kernel(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x_ptr + i + shift_in, mask=i < n, other=0)
+    first = tl.load(x_ptr)
     wait_for_inputs()
-    tl.store(y_ptr + i + shift_out, value * 2, mask=i < n)
+    _double(x_ptr, y_ptr, n + (first < 0), shift_in, shift_out, BLOCK)
+
+
+@_toy
+def _restless_kernel(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK: tl.constexpr):
+    tl.store(y_ptr, 0.0)
+    wait_for_inputs()
+    _double(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK)
+
+
+@_toy
+def _sometimes_kernel(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK: tl.constexpr):
+    if tl.program_id(0) < 3:
+        wait_for_inputs()
+    _double(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK)
+
+
+@_toy
+def _leaving_kernel(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK: tl.constexpr):
+    if tl.program_id(0) * BLOCK >= n:
+        return
+    wait_for_inputs()
+    _double(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK)
+
+
+@_toy
+def _eager_kernel(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK: tl.constexpr):
+    tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs()
+    _double(x_ptr, y_ptr, n, shift_in, shift_out, BLOCK)
 
 
 @triton.jit

@@ -32,11 +32,14 @@ def compile_once(*, aligned: tuple[str, ...]) -> Callable[[Callable[..., Any]], 
 
 @triton.jit
 def wait_for_inputs():
-    """The first statement of every kernel: nothing in device memory is touched before it.
+    """The first statement of every kernel, in all its programs: nothing in device memory is touched before it.
 
     Where the GPU has programmatic dependent launch, ``launch`` lets programs begin once those of the kernel before have ended; they
-    stand here until all that it wrote is visible. So the start of one kernel overlaps the end of the other. None lets the next begin
-    earlier: kernels of others may rely on its results before they wait, and where there are many programs it is slower.
+    stand here until that kernel is complete and all that it wrote is visible. So the start of one kernel overlaps the end of the other.
+    Stores wait as loads do: the kernel before may still read what is overwritten, memory that a graph's pool hands out again included.
+    Programs with nothing to do wait too: a kernel waits for the one before it alone, and what stands further back has ended because
+    each in between has waited. None lets the next begin earlier: kernels of others may rely on its results before they wait, and where
+    there are many programs it is slower.
     """
     if not INTERPRETED and tl.target_info.cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()

@@ -75,7 +75,7 @@ def ragged_context_lens_kernel(
     else:
         end_index = first_above(starts_ptr, START_STRIDE, num_reqs, token, 0, MANY_REQUESTS)
         begin = tl.full((), MANY_REQUESTS, tl.int32)
-        while begin <= num_reqs:
+        while num_reqs - begin >= 0:  # false too for a begin that has wrapped
             end_index = tl.minimum(end_index, first_above(starts_ptr, START_STRIDE, num_reqs, token, begin, MANY_REQUESTS))
             begin += MANY_REQUESTS
     live = token < num_tokens

@@ -25,7 +25,7 @@ def _requests(starts_ptr, start_stride, num_reqs, token, live, FEW_REQUESTS: tl.
     else:
         end_index = first_above(starts_ptr, start_stride, num_reqs, token, 0, MANY_REQUESTS)
         begin = tl.full((), MANY_REQUESTS, tl.int32)
-        while begin <= num_reqs:
+        while num_reqs - begin >= 0:  # false too for a begin that has wrapped
             end_index = tl.minimum(end_index, first_above(starts_ptr, start_stride, num_reqs, token, begin, MANY_REQUESTS))
             begin += MANY_REQUESTS
     valid = live & (end_index > 0) & (end_index <= num_reqs)

@@ -41,7 +41,7 @@ def _starts(starts_ptr, starts_stride, begin, end, CHUNK: tl.constexpr):
 def _running_maximum(entries, starts_ptr, starts_stride, end, CHUNK: tl.constexpr):
     """Largest of 0 and the entries ``[0, end)`` of ``query_start_loc``, of which the first CHUNK are loaded."""
     largest = tl.maximum(tl.max(entries, 0), 0)
-    begin = tl.full((), CHUNK, tl.int32)
+    begin = tl.full((), CHUNK, tl.int64)
     while begin < end:
         largest = tl.maximum(largest, tl.max(_starts(starts_ptr, starts_stride, begin, end, CHUNK), 0))
         begin += CHUNK
@@ -170,7 +170,7 @@ def _context_rows(
     low, high, k0 = none, none, tl.full((), 0, tl.int32)
     last = tl.minimum(begin + ROWS, tokens) - 1
     start = tl.load(starts_ptr)
-    while k0 < requests:
+    while requests - k0 > 0:  # false too for a k0 that has wrapped
         k = k0 + tl.arange(0, CHUNK)
         end = tl.load(starts_ptr + (k + 1).to(tl.int64) * starts_stride, mask=k < requests, other=-1)
         low = tl.minimum(low, tl.min(tl.where(end > begin, k, requests), 0))
@@ -178,7 +178,7 @@ def _context_rows(
         k0 += CHUNK
     owner = tl.full((ROWS,), 0, tl.int32) + requests
     k0 = low
-    while k0 < tl.minimum(high + 1, requests):
+    while tl.minimum(high, requests - 1) - k0 >= 0:
         k = k0 + tl.arange(0, SPAN)
         end = tl.load(starts_ptr + (k + 1).to(tl.int64) * starts_stride, mask=k < requests, other=-1)
         owner = tl.minimum(owner, tl.min(tl.where(end[None, :] > token[:, None], k[None, :], requests), 1))

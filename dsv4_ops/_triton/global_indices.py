@@ -37,7 +37,7 @@ def global_topk_kernel(
     for start in range(0, TOPK, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         # The row of a padding token is loaded too, but leads to no load: waiting for its mask would be a step more.
-        record = tl.load(topk_ptr + token * topk_stride + column * TOPK_COLUMN_STRIDE, mask=column < TOPK, other=-1)
+        record = tl.load(topk_ptr + token * topk_stride + column.to(tl.int64) * TOPK_COLUMN_STRIDE, mask=column < TOPK, other=-1)
         listed = has_request & (record >= 0)
         slot = slot_at(table_ptr, request * table_stride, TABLE_COLUMN_STRIDE, blocks, 0, tl.maximum(record, 0).to(tl.uint32), listed, BLOCK_SIZE)
         length = tl.maximum(length, tl.max(tl.where(listed, column + 1, 0), 0))

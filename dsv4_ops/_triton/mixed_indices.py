@@ -72,9 +72,9 @@ def build_mixed_kernel(
             topk_len = tl.minimum(tl.maximum(tl.load(topk_lens_ptr + token * TOPK_LENS_STRIDE), 0), TOPK)
         for part in range(PARTS):  # one, unless a row is wider than a block
             window_column, column = part * WINDOW_COLUMNS + tl.arange(0, WINDOW_COLUMNS), part * TOPK_COLUMNS + tl.arange(0, TOPK_COLUMNS)
-            window_slot = tl.load(swa_ptr + token * swa_stride + window_column * COLUMN_STRIDES[0], mask=window_column < SWA_WIDTH, other=-1)
+            window_slot = tl.load(swa_ptr + token * swa_stride + window_column.to(tl.int64) * COLUMN_STRIDES[0], mask=window_column < SWA_WIDTH, other=-1)
             # The row of a padding token is loaded too, but leads to no load: waiting for its mask would be a step more.
-            record = tl.load(topk_ptr + token * topk_stride + column * COLUMN_STRIDES[1], mask=column < TOPK, other=-1)
+            record = tl.load(topk_ptr + token * topk_stride + column.to(tl.int64) * COLUMN_STRIDES[1], mask=column < TOPK, other=-1)
             shown = listed & (record >= 0) & (column < topk_len)
             slot = record
             if not DECODES_ARE_GLOBAL:
@@ -102,7 +102,7 @@ def build_mixed_kernel(
             if prefill_ptr is None:
                 record = tl.where(column < seen, column, -1)
             else:
-                record = tl.load(prefill_ptr + (token - decodes) * prefill_stride + column * COLUMN_STRIDES[2], mask=column < TOPK, other=-1)
+                record = tl.load(prefill_ptr + (token - decodes) * prefill_stride + column.to(tl.int64) * COLUMN_STRIDES[2], mask=column < TOPK, other=-1)
             shown = listed & (record >= 0)
             window_shown = listed & (window_column < visible)
             ahead = offset + window_column.to(tl.uint32)

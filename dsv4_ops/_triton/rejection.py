@@ -43,7 +43,7 @@ STREAM_PLAIN, STREAM_ACCEPTANCE, STREAM_RECOVERY = tl.constexpr(0), tl.constexpr
 @triton.jit
 def proposals(draft_ids_ptr, row_stride, column_stride, request, step, DRAFTS: tl.constexpr, WIDTH: tl.constexpr):
     """Proposed ids by step, -1 where there are none, and the first step without: K if every one has a proposal."""
-    ids = tl.load(draft_ids_ptr + request * row_stride + step * column_stride, mask=step < DRAFTS, other=-1).to(tl.int64)
+    ids = tl.load(draft_ids_ptr + request * row_stride + step.to(tl.int64) * column_stride, mask=step < DRAFTS, other=-1).to(tl.int64)
     proposed = (ids >= 0) & (ids < WIDTH)
     end = tl.min(tl.where(proposed, NOBODY, step), 0)
     return tl.where(proposed, ids, -1).to(tl.int32), end
@@ -92,7 +92,7 @@ def judge_kernel(
         _, end = proposals(draft_ids_ptr, draft_ids_stride, draft_ids_step_stride, request, tl.arange(0, STEPS), DRAFTS, WIDTH)
         random, scale = log2_scale(temperature)
         of_target = row <= DRAFTS
-        step = tl.where(of_target, row, row - DRAFTS - 1)
+        step = tl.where(of_target, row, row - DRAFTS - 1).to(tl.int64)
         if tl.where(random, step < end, of_target & (step <= end)):
             column = tile * TILE + tl.arange(0, TILE)
             if of_target:
@@ -210,7 +210,7 @@ def draw_kernel(
         if FIRST_POSITION_ONLY:
             position = tl.load(positions_ptr + request * positions_stride) + step
         else:
-            position = tl.load(positions_ptr + request * positions_stride + step * positions_step_stride, mask=step <= DRAFTS, other=0)
+            position = tl.load(positions_ptr + request * positions_stride + step.to(tl.int64) * positions_step_stride, mask=step <= DRAFTS, other=0)
         ids, end = proposals(draft_ids_ptr, draft_ids_stride, draft_ids_step_stride, request, step, DRAFTS, WIDTH)
         proposed = step < end
         target_row = request * target_stride + step.to(tl.int64) * target_step_stride

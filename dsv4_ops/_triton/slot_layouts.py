@@ -90,7 +90,7 @@ def _slots(
     """The entries of ``COLUMNS`` columns of the rows, flat."""
     cell = tl.arange(0, ROWS * COLUMNS)
     row, column = first_row + cell // COLUMNS, begin + cell % COLUMNS
-    return tl.load(indices_ptr + (row * row_stride + column * COLUMN_STRIDE), mask=(row < rows) & (column < WIDTH), other=-1)
+    return tl.load(indices_ptr + (row * row_stride + column.to(tl.int64) * COLUMN_STRIDE), mask=(row < rows) & (column < WIDTH), other=-1)
 
 
 @triton.jit

@@ -66,7 +66,7 @@ def swiglu_kernel(
         if ALIGNED:
             gates = tl.multiple_of(gates, _ALIGNMENT)
         if DENSE:
-            pairs = gates[:, None, None] + (2 * column)[None, :, None] + tl.arange(0, 2)[None, None, :]
+            pairs = gates[:, None, None] + (2 * column.to(tl.int64))[None, :, None] + tl.arange(0, 2)[None, None, :]
             gate, up = tl.split(tl.load(pairs, mask=inside[:, :, None], other=0.0))
         else:
             gate = tl.load(gates[:, None] + 2 * column.to(tl.int64)[None, :] * column_stride, mask=inside, other=0.0)

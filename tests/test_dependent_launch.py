@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import Interpreter
+from tests.test_triton import Machine
+
 ROOT = Path(__file__).parents[1]
 TRITON = sorted((ROOT / "dsv4_ops" / "_triton").glob("*.py"))
 CUDA = sorted((ROOT / "csrc" / "cuda").glob("*.cu*"))
@@ -38,6 +41,22 @@ def test_every_triton_kernel_begins_by_waiting() -> None:
     kernels = {name: first for path in TRITON for name, first in triton_kernels(path.read_text()).items()}
     assert {name for path in TRITON for name in launched(path.read_text())} == set(kernels)
     assert len(kernels) > 20 and set(kernels.values()) == {"wait_for_inputs()"}, kernels
+
+
+def options_on(capability: int) -> dict[str, bool]:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from dsv4_ops._triton import launching
+
+    driver.set_active(Machine(GPUTarget("cuda", capability, 32)))
+    return launching._launch_options.__wrapped__(0)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_launches_are_dependent_where_kernels_wait(capability: int, compiler: Interpreter) -> None:
+    """That they wait there and nowhere else: ``compile_for``."""
+    assert compiler(options_on, capability) == ({"launch_pdl": True} if capability >= 90 else {})
 
 
 def test_every_triton_launch_goes_through_launching() -> None:

@@ -30,6 +30,7 @@ namespace emulator {
 namespace {
 
 constexpr unsigned kWarp = 32, kMaxThreads = 1024, kMaxCluster = 16;
+constexpr uint32_t kPlaceBits = 27, kPlaces = (uint32_t{1} << kPlaceBits) - 1;  // of addresses in shared memory
 constexpr size_t kStack = 128 << 10;
 
 using Place = uint32_t;  // in the code: the report resolves it
@@ -772,21 +773,20 @@ void check_constant(const void* place, size_t) {
   if (range != nullptr && range->writable) report(HERE, "__ldg of memory that the kernel may write");
 }
 
-// An address: rank + 1 of the block in the upper byte, place in its shared memory below.
+// An address: rank + 1 of the block in the upper 5 bits, place in its shared memory below. One may name a place outside, as
+// long as nothing is there to be read or written.
 uint32_t shared_address(const void* shared, uint32_t rank) {
   const Block& own = *current->block;
-  const auto offset = static_cast<size_t>(static_cast<const char*>(shared) - own.shared);
-  if (offset > thread_local_bytes()) report(HERE, "the address of something outside of shared memory is taken");
   if (rank == kOwnBlock) rank = own.rank;
   if (rank >= in_cluster) report(HERE, "there is no block %u in a cluster of %u", rank, in_cluster);
-  return (rank + 1) << 24 | static_cast<uint32_t>(offset);
+  return (rank + 1) << kPlaceBits | (static_cast<uint32_t>(static_cast<const char*>(shared) - own.shared) & kPlaces);
 }
 
 void* shared_pointer(const void* shared, uint32_t rank_or_address) {
   const uint32_t address = shared != nullptr ? shared_address(shared, rank_or_address) : rank_or_address;
-  const uint32_t rank = (address >> 24) - 1;
+  const uint32_t rank = (address >> kPlaceBits) - 1;
   if (rank >= in_cluster) report(HERE, "%08x is no address of shared memory", address);
-  return blocks[rank].shared + (address & 0xffffffu);
+  return blocks[rank].shared + (address & kPlaces);
 }
 
 void store_shared(uint32_t to, uint64_t eight_bytes) {
@@ -838,11 +838,11 @@ void expect_bytes(uint64_t* arrivals, uint32_t bytes) {
 
 void send_counted(uint32_t to, const void* from, uint32_t bytes, uint32_t arrivals) {
   const Place place = HERE;
-  if (to >> 24 != arrivals >> 24) report(place, "st.async with its counter in another block");
+  if (to >> kPlaceBits != arrivals >> kPlaceBits) report(place, "st.async with its counter in another block");
   void* const target = shared_pointer(nullptr, to);
-  Block& block = blocks[(arrivals >> 24) - 1];
-  const auto counter = block.expected.find(arrivals & 0xffffffu);
-  check_access(target, bytes, true, false, place, (arrivals & 0xffffffu) + 1);
+  Block& block = blocks[(arrivals >> kPlaceBits) - 1];
+  const auto counter = block.expected.find(arrivals & kPlaces);
+  check_access(target, bytes, true, false, place, (arrivals & kPlaces) + 1);
   if (counter == block.expected.end()) report(place, "st.async where no bytes are expected");
   memcpy(target, from, bytes);
   counter->second -= bytes;

@@ -116,7 +116,7 @@ inline Tensor new_empty(const Tensor& like, std::vector<int64_t> sizes, std::opt
 
 namespace accelerator {
 struct DeviceGuard {
-  explicit DeviceGuard(int) {}
+  explicit DeviceGuard(int device) { emulated_device = device; }
 };
 }  // namespace accelerator
 

@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -79,6 +80,15 @@ inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigne
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
+
+// As the machine has them: a NaN of any kind gives way to a number (the C library lets signalling ones win), and -0 < +0.
+inline float emulated_fmaxf(float a, float b) {
+  if (a != a) return b != b ? __uint_as_float(0x7fffffffu) : b;
+  return b != b || a > b || (a == b && !signbit(a)) ? a : b;
+}
+inline float emulated_fminf(float a, float b) { return a != a && b != b ? __uint_as_float(0x7fffffffu) : -emulated_fmaxf(-a, -b); }
+#define fmaxf emulated_fmaxf
+#define fminf emulated_fminf
 
 #define EMULATED_LEAST_AND_MOST(T)                        \
   inline T min(T a, T b) { return b < a ? b : a; }        \
@@ -198,11 +208,12 @@ struct EmulatedAllowance {
   size_t shared_bytes = 48 << 10;
   bool large_clusters = false;
 };
-inline std::map<const void*, EmulatedAllowance> emulated_allowances;
+inline int emulated_device = 0;  // of the guard
+inline std::map<std::pair<int, const void*>, EmulatedAllowance> emulated_allowances;
 
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
-  EmulatedAllowance& allowance = emulated_allowances[reinterpret_cast<const void*>(kernel)];
+  EmulatedAllowance& allowance = emulated_allowances[{emulated_device, reinterpret_cast<const void*>(kernel)}];
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) allowance.shared_bytes = static_cast<size_t>(value);
   if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) allowance.large_clusters = value != 0;
   return cudaSuccess;
@@ -223,7 +234,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     if (attribute.id == cudaLaunchAttributeClusterDimension) launch.cluster = attribute.val.clusterDim.x;
     if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) launch.before_previous_ends = attribute.val.programmaticStreamSerializationAllowed != 0;
   }
-  const EmulatedAllowance& allowed = emulated_allowances[reinterpret_cast<const void*>(kernel)];
+  const EmulatedAllowance& allowed = emulated_allowances[{emulated_device, reinterpret_cast<const void*>(kernel)}];
   if (launch.shared_bytes > allowed.shared_bytes) emulator::fail("a launch with %zu bytes of shared memory, where %zu are allowed", launch.shared_bytes, allowed.shared_bytes);
   if (launch.cluster > 8 && !allowed.large_clusters) emulator::fail("a launch in clusters of %u, where 8 are allowed", launch.cluster);
   launch.thread = [](const void* given) { std::apply(static_cast<const Call*>(given)->kernel, static_cast<const Call*>(given)->parameters); };

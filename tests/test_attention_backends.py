@@ -176,14 +176,14 @@ RECORDED = Path(__file__).parents[1] / "benchmarks" / "results" / "h200" / "atte
 
 
 def cells(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int, int], dict[str, float]]:
-    """(heads, width, records, tokens) -> microseconds of our kernel and of the FlashMLA back end, where both were measured and right."""
-    names = {"dsv4_ops": "triton", "dsv4_ops, backend flashmla": "flashmla"}
+    """(heads, width, records, tokens) -> microseconds of our kernels and of the FlashMLA back end, where Triton's and it were measured and right."""
+    names = {"dsv4_ops": "triton", "dsv4_ops, backend cuda": "cuda", "dsv4_ops, backend flashmla": "flashmla"}
     found: dict[tuple[int, int, int, int], dict[str, float]] = {}
     for row in rows:
         if row["op"] == "sparse_mla_decode" and row["provider"] in names and row.get("ok") and "us_p50" in row and row.get("case") != "draft step":  # those are times of two ops
             p = row["params"]
             found.setdefault((p["heads"], p["width"], p["records"], p["tokens"]), {})[names[row["provider"]]] = row["us_p50"]
-    return {key: value for key, value in found.items() if len(value) == 2}
+    return {key: value for key, value in found.items() if {"triton", "flashmla"} <= value.keys()}
 
 
 def slower_than_another(found: dict[tuple[int, int, int, int], dict[str, float]]) -> dict[Any, Any]:
@@ -197,7 +197,7 @@ def slower_than_another(found: dict[tuple[int, int, int, int], dict[str, float]]
 
 
 def test_fastest_is_what_the_recorded_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After another record, FASTER_FLASHMLA of _decode_backends.py is to be set anew."""
+    """After another record, FASTER_CUDA and FASTER_FLASHMLA of _decode_backends.py are to be set anew."""
     monkeypatch.setattr(_decode_backends, "requirements", lambda *a, **k: ())
     if not RECORDED.exists():
         pytest.skip("no run of the attention benchmark is recorded yet")
@@ -219,6 +219,25 @@ def test_a_record_that_disagrees_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_decode_backends, "FASTER_FLASHMLA", tuple(attention.regions(rows)))
     assert list(slower_than_another(cells(rows))) == [(64, 128, 512, 32)]
     assert attention.regions([row for row in rows if row["params"]["tokens"] != 64]) == [Faster(64, range(1, 641), 32)]
+
+
+def test_a_record_of_the_cuda_kernels_is_read_from_few_tokens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_decode_backends, "requirements", lambda *a, **k: ())
+    monkeypatch.setattr(_decode_backends, "FASTER_FLASHMLA", ())
+
+    def row(provider: str, width: int, tokens: int, us: float) -> dict[str, Any]:
+        params = {"heads": 64, "width": width, "records": 0, "tokens": tokens}
+        return {"op": "sparse_mla_decode", "provider": provider, "ok": True, "us_p50": us, "params": params}
+
+    times = {(128, 1): (10.0, 7.0, 16.0), (128, 8): (11.0, 9.0, 17.0), (128, 32): (12.0, 13.0, 18.0), (128, 64): (20.0, 19.0, 21.0), (192, 1): (9.0, 10.0, 16.0), (256, 1): (9.0, 8.0, 7.0)}
+    names = ("dsv4_ops", "dsv4_ops, backend cuda", "dsv4_ops, backend flashmla")
+    rows = [row(name, *at, us) for at, cell in times.items() for name, us in zip(names, cell, strict=True)]
+    assert attention.few(rows) == [FewTokens(64, range(1, 129), 8)], "up to where it is behind for the first time, and nowhere else"
+    assert attention.regions(rows) == [Faster(64, range(193, 257), 1)]
+    assert attention.few([one for one in rows if one["provider"] != names[1]]) == []
+    assert {key[1::2] for key in slower_than_another(cells(rows))} == {(128, 1), (128, 8), (128, 64), (256, 1)}
+    monkeypatch.setattr(_decode_backends, "FASTER_CUDA", tuple(attention.few(rows)))
+    assert {key[1::2] for key in slower_than_another(cells(rows))} == {(128, 64), (256, 1)}
 
 
 # ---- construction ----------------------------------------------------------------------------------------------------

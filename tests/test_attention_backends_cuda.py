@@ -1,6 +1,6 @@
-"""FlashMLA as a back end, on a GPU: the op's contract by the conformance kit, against fp64, in graphs and compiled programs.
+"""FlashMLA and the CUDA kernels as back ends, on a GPU: the op's contract by the conformance kit, against fp64, in graphs and compiled programs.
 
-It is the installed one, or the one whose pieces lie in PEERS_DIR (``flash_mla_interface.py`` and ``_flashmla_C.abi3.so``, or ``.so.xz``).
+FlashMLA is the installed one, or the one whose pieces lie in PEERS_DIR (``flash_mla_interface.py`` and ``_flashmla_C.abi3.so``, or ``.so.xz``).
 """
 
 from __future__ import annotations
@@ -27,17 +27,31 @@ FORMS = [(64, (128, 0)), (128, (128, 512)), (64, (133, 512)), (32, (192, 100)), 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def flashmla(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _pieces() -> Iterator[None]:
     """A FlashMLA to be found: PEERS_DIR's pieces laid out as they lie in vLLM, where none is installed."""
     peers, path = os.environ.get("PEERS_DIR"), list(sys.path)
     if _flashmla.installed().module is None and peers:
         attention.flashmla(Path(peers).resolve())
     _decode_backends.requirements.cache_clear()
-    unmet = [str(r) for r in _decode_backends.requirements("flashmla", form(64, (128, None)).shape, torch.cuda.get_device_capability()) if not r.ok]
-    if unmet:
-        pytest.skip(f"FlashMLA cannot serve here: {' '.join(unmet)}")
     yield
     sys.path[:] = path
+
+
+def available(name: str) -> str:
+    unmet = [str(r) for r in _decode_backends.requirements(name, form(64, (128, None)).shape, torch.cuda.get_device_capability()) if not r.ok]
+    if unmet:
+        pytest.skip(f"{name} cannot serve here: {' '.join(unmet)}")
+    return name
+
+
+@pytest.fixture
+def flashmla() -> str:
+    return available("flashmla")
+
+
+@pytest.fixture(params=["flashmla", "cuda"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return available(request.param)
 
 
 def form(heads: int, widths: tuple[int, int | None]) -> SparseMLADecode:
@@ -61,7 +75,7 @@ def compare(found: Any, right: Any) -> None:
     torch.testing.assert_close(found[1][~keyless], right[1][~keyless], rtol=1e-4, atol=1e-4)
 
 
-def test_the_contract_of_the_op_holds() -> None:
+def test_the_contract_of_the_op_holds(backend: str) -> None:
     """Every case of the kit that is of its dtypes: holes, garbage slots and lengths, rows without keys, sinks, padded pages."""
 
     def accepts(case: Any) -> bool:
@@ -69,7 +83,7 @@ def test_the_contract_of_the_op_holds() -> None:
         return all(c.dtype == torch.uint8 for c in caches)
 
     def decode(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out, lse = sparse_mla_decode(q.bfloat16(), *args, **kwargs, backend="flashmla")
+        out, lse = sparse_mla_decode(q.bfloat16(), *args, **kwargs, backend=backend)
         return out.to(q.dtype), lse
 
     report = testing.check_sparse_decode(decode, "cuda", accepts=accepts, rtol=2**-6, atol=2**-6)
@@ -78,12 +92,12 @@ def test_the_contract_of_the_op_holds() -> None:
 
 @pytest.mark.parametrize(("heads", "widths"), FORMS)
 @pytest.mark.parametrize("tokens", [1, 5, 64, 130])
-def test_matches_the_reference(heads: int, widths: tuple[int, int], tokens: int) -> None:
+def test_matches_the_reference(heads: int, widths: tuple[int, int], tokens: int, backend: str) -> None:
     arguments = calls(tokens, heads, widths)
-    compare(sparse_mla_decode(*arguments, scale=SCALE, backend="flashmla"), SPARSE_MLA_DECODE.reference(*arguments, scale=SCALE))
+    compare(sparse_mla_decode(*arguments, scale=SCALE, backend=backend), SPARSE_MLA_DECODE.reference(*arguments, scale=SCALE))
 
 
-def test_what_is_no_key_is_never_used() -> None:
+def test_what_is_no_key_is_never_used(backend: str) -> None:
     """Slots past the cache, negative ones and lengths out of range: the same bits as rows that say so plainly."""
     arguments = calls(9, 64, (128, 512))
     for place in (2, 5):
@@ -91,8 +105,10 @@ def test_what_is_no_key_is_never_used() -> None:
         slots = arguments[place - 1].shape[0] * arguments[place - 1].shape[1]
         indices[:, ::7] = torch.tensor([slots, -5, 2**31 - 1, -(2**31), slots + 7, -1, -2, 2**30, slots], dtype=torch.int32, device="cuda")[:, None]
         lens[:3] = torch.tensor([2**31 - 1, -(2**31), 0], dtype=torch.int32, device="cuda")
-    found = sparse_mla_decode(*arguments, scale=SCALE, backend="flashmla")
+    found = sparse_mla_decode(*arguments, scale=SCALE, backend=backend)
     compare(found, SPARSE_MLA_DECODE.reference(*arguments, scale=SCALE))
+    if backend == "cuda":  # packed rows deal keys out to other blocks
+        return
     for place in (2, 5):
         slots = arguments[place - 1].shape[0] * arguments[place - 1].shape[1]
         arguments[place] = sparse_key_rows(arguments[place], arguments[place + 1], swa_slots=slots, swa_columns=arguments[place].shape[1]).rows
@@ -101,7 +117,7 @@ def test_what_is_no_key_is_never_used() -> None:
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_captured_once_replayed_on_other_inputs(warm: bool) -> None:
+def test_captured_once_replayed_on_other_inputs(warm: bool, flashmla: str) -> None:
     """With its plan made before, and with one that is captured along: lengths change from replay to replay."""
     tokens = 11 if warm else 13
     first, *others = (calls(tokens, 64, (133, 512), seed) for seed in range(4))
@@ -122,17 +138,17 @@ def test_captured_once_replayed_on_other_inputs(warm: bool) -> None:
         compare(results, SPARSE_MLA_DECODE.reference(*other, scale=SCALE))
 
 
-def test_calls_of_a_known_shape_never_wait_for_the_device() -> None:
+def test_calls_of_a_known_shape_never_wait_for_the_device(backend: str) -> None:
     arguments = calls(8, 64, (128, 512))
-    sparse_mla_decode(*arguments, scale=SCALE, backend="flashmla")
+    sparse_mla_decode(*arguments, scale=SCALE, backend=backend)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sparse_mla_decode(*arguments, scale=SCALE, backend="flashmla")
+        sparse_mla_decode(*arguments, scale=SCALE, backend=backend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_compiled_whole_for_every_batch_size() -> None:
+def test_compiled_whole_for_every_batch_size(backend: str) -> None:
     torch._dynamo.reset()
     graphs = 0
 
@@ -141,7 +157,7 @@ def test_compiled_whole_for_every_batch_size() -> None:
         graphs += 1
         return gm.forward
 
-    decode = SparseMLADecode(64, 128, extra_width=512, backend="flashmla")
+    decode = SparseMLADecode(64, 128, extra_width=512, backend=backend)
     compiled = torch.compile(lambda *a: decode(*a, scale=SCALE), backend=counting, fullgraph=True, dynamic=True)
     for tokens in (4, 9, 33):
         arguments = calls(tokens, 64, (128, 512), tokens)
@@ -168,15 +184,16 @@ def test_auto_keeps_the_bits_of_a_row_in_any_batch() -> None:
         assert all(torch.equal(a, b[index]) for a, b in zip(part, whole, strict=True))
 
 
-def test_more_tokens_than_a_planner_takes() -> None:
+def test_more_tokens_than_a_planner_takes(flashmla: str) -> None:
     arguments = calls(_flashmla.SLICE + 3, 64, (64, 0))
     compare(sparse_mla_decode(*arguments, scale=SCALE, backend="flashmla"), sparse_mla_decode(*arguments, scale=SCALE, backend="reference"))
 
 
-def test_refused_calls_reach_no_kernel() -> None:
+def test_refused_calls_reach_no_kernel(backend: str) -> None:
     arguments = calls(3, 64, (128, 512))
     with pytest.raises(UnsupportedError, match="query: needs bfloat16, found float32"):
-        sparse_mla_decode(arguments[0].float(), *arguments[1:], scale=SCALE, backend="flashmla")
-    with pytest.raises(ValueError, match="scale must be positive"):
-        sparse_mla_decode(*arguments, scale=0.0, backend="flashmla")
+        sparse_mla_decode(arguments[0].float(), *arguments[1:], scale=SCALE, backend=backend)
+    if backend == "flashmla":
+        with pytest.raises(ValueError, match="scale must be positive"):
+            sparse_mla_decode(*arguments, scale=0.0, backend=backend)
     torch.cuda.synchronize()

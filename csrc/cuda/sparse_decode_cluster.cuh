@@ -206,6 +206,12 @@ struct Query {
       }
     }
   }
+
+  // What a later load() will ask for, a line by every fourth lane: into L2, because registers are for keys by then.
+  static __device__ __forceinline__ void prefetch(const Args& args, int64_t token, int first_head, int group, int half) {
+    const int lane = static_cast<int>(threadIdx.x % 32), head = first_head + 8 * half + lane / 4;
+    if (lane % 4 == 0 && head < args.heads) ptx::prefetch(args.q + token * args.q_stride + head * args.q_head_stride + kColumns * group);
+  }
 };
 
 // Logits of a tile of heads and the warp's keys, of its columns alone. The order of columns inside a product is the lanes' own.
@@ -421,6 +427,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Ar
   if (finds) place.index.ask();
   if (finds || kRunning) lengths[0].ask(), lengths[1].ask();
   q.load(args, token, first_head, group);
+#pragma unroll
+  for (int m = 1; m < kHeadTiles; ++m) Query::prefetch(args, token, first_head + m * kHeadTile, group, half);
   const float sink = threadIdx.x < Memory::kHeads ? sink_of(args, first_head + static_cast<int>(threadIdx.x)) : 0.0f;
 
   for (int pass = 0; pass < (kRunning ? args.passes : 1); ++pass) {

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from dsv4_ops import rejection, sampling, testing
+from dsv4_ops import _decode_backends, rejection, sampling, sparse_decode, testing
 from dsv4_ops.testing import Op, Sample
 
 from . import results
@@ -132,7 +132,19 @@ def sampling_cases(name: str) -> Iterator[Sample]:
         yield Sample(f"{width} columns", tuple(sampling._args("cpu", 5, width, 3) if name == "gumbel_sample" else rejection._args("cpu", 4, 3, width, 3)))
 
 
-CASES: dict[str, Callable[[str], Iterator[Sample]]] = dict.fromkeys(("topk", "topk_values", "topk_slots"), topk_cases) | dict.fromkeys(("gumbel_sample", "rejection_sample"), sampling_cases) | {"topk_merge": merge_cases}
+def decode_cases(_name: str) -> Iterator[Sample]:
+    """The CUDA kernels, where they can run: 16, 32 and 64 heads a block, clusters of 1 to 8, keys in one pass and in several, rows of either kind."""
+    pages = _decode_backends.Pages()
+    arch = _decode_backends.device_arch(torch.device("cuda"))
+    if not all(r.ok for r in _decode_backends.requirements("cuda", _decode_backends.DecodeShape(64, torch.bfloat16, 128, pages, 512, pages), arch)):
+        return
+    for tokens, heads, widths in ((1, 16, (128,)), (3, 64, (128, 512)), (9, 40, (192, 512)), (20, 128, (133,)), (70, 64, (128, 512)), (2, 8, (133, 900)), (5, 3, (7, 3))):
+        dtypes = (torch.uint8, torch.bfloat16 if tokens == 9 else torch.uint8)[: len(widths)]
+        args, kwargs = sparse_decode._make("cpu", torch.Generator().manual_seed(tokens), tokens, heads, widths, dtypes, (64, 32)[: len(widths)], torch.bfloat16, True)
+        yield Sample(f"{tokens} tokens, {heads} heads, {widths}", args, {**kwargs, "backend": "cuda"})
+
+
+CASES: dict[str, Callable[[str], Iterator[Sample]]] = dict.fromkeys(("topk", "topk_values", "topk_slots"), topk_cases) | dict.fromkeys(("gumbel_sample", "rejection_sample"), sampling_cases) | {"topk_merge": merge_cases, "sparse_mla_decode": decode_cases}
 """Op -> further calls. A kernel whose samples leave a path out gets its calls here."""
 STRESS: dict[str, Callable[[str], Iterator[Sample]]] = {"topk": topk_stress, "topk_slots": topk_stress}
 """Op -> calls that are there for barriers between blocks; not bound to 16384 columns."""
@@ -167,6 +179,8 @@ def moved(sample: Sample, device: str) -> Sample:
 def observed(op: Op, sample: Sample, device: str) -> list[torch.Tensor]:
     """Results of a call and the arguments that it writes, on the CPU."""
     mine = moved(sample, device)
+    if device == "cpu":
+        mine.kwargs.pop("backend", None)  # it names one of the other device
     result = testing.outputs(op(*mine.args, **mine.kwargs))
     named = dict(zip((a.name for a in op.overload._schema.arguments), mine.args, strict=False)) | mine.kwargs
     return [tensor.cpu().contiguous() for tensor in (*result, *(named[name] for name in op.mutates))]

@@ -4,13 +4,18 @@
 
     pool = GraphPool("cuda")
     target = pool.step("target", run_target, {"ids": StepInput(torch.int64), "slots": StepInput(torch.int64, pad=-1)}, sizes=(1, 2, 4, 8))
-    draft = pool.step("draft", run_draft, {"hidden": StepInput(torch.bfloat16, (4096,))}, sizes=(1, 2, 4, 8), lane=1)
+    draft = pool.follow(target, "draft", run_draft, lane=1)     # run_draft(inputs, outputs): those of target, where they lie
     pool.capture()
-    outputs = target(ids, slots)              # any number of rows up to 8
-    draft(outputs.read())                     # refused once target has run again
+    outputs = target(ids, slots)              # any number of rows up to 8, on the device or the host
+    draft(outputs)                            # refused once target has run again
+    staged = target.stage(5)                  # or, with less work for the host: memory of the step, pinned beside a GPU, to write inputs to
+    staged.tensors[0][:5] = ids
+    outputs = staged.run()                    # one copy and one replay
 
 ================  ==================================================================================================================
-inputs            copied into static buffers; the rows behind those given are filled with ``pad``, in every call
+inputs            copied into static buffers; the rows behind those given are filled with ``pad``, in every call. What the host makes
+                  for every call is written into memory of the step (``stage``) and crosses in one copy. A step that follows another
+                  (``follow``) has no inputs of its own: it reads the other's inputs and outputs in place
 outputs           copied by the graph into buffers outside the pool, one set a step for all its sizes. They stay as they are while
                   other steps replay, and are the step's again at its next call: :meth:`StepOutputs.read` then raises
 scratch           of the step's lane and the pool's micro-batch: sized by the warm-up, then locked; a graph whose scratch has moved
@@ -30,6 +35,7 @@ function is called at every step, on the same buffers and under the same rules.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import threading
@@ -42,6 +48,7 @@ import torch
 from torch.utils import _pytree
 
 from . import _checks
+from ._step_inputs import InputBlock, StagedInputs, Staging, StepInput
 from .dflash import round_to_capture_size
 from .errors import ArgumentDeviceError, ArgumentError, ArgumentShapeError, Dsv4OpsError, GraphError, StaleOutputError
 from .workspace import (
@@ -54,30 +61,9 @@ from .workspace import (
     workspace_manager,
 )
 
-__all__ = ["CudaRecorder", "GraphPool", "GraphReport", "GraphStep", "Recorder", "StepInput", "StepOutputs", "StepReport"]
+__all__ = ["CudaRecorder", "FollowingStep", "GraphPool", "GraphReport", "GraphStep", "Recorder", "StagedInputs", "StepInput", "StepOutputs", "StepReport"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """One input of a step.
-
-    ``rows``: rows of the first dimension for each unit of the step's size, 0 for a tensor of the same shape at every size. ``shape``: of one
-    row, or with ``rows=0`` of the whole. ``pad``: value of rows that a call does not give, and of everything during warm-up.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...] = ()
-    rows: int = 1
-    pad: int | float | bool = 0
-
-    def __post_init__(self) -> None:
-        _checks.integer("StepInput", "rows", self.rows, 0)
-        torch.tensor(self.pad, dtype=self.dtype)  # a value that the dtype does not hold fails here
-
-    def full_shape(self, size: int) -> tuple[int, ...]:
-        return (size * self.rows, *self.shape) if self.rows else self.shape
 
 
 class Recorder(Protocol):
@@ -174,7 +160,7 @@ class StepOutputs:
         return _pytree.tree_map_only(torch.Tensor, torch.clone, self._value)
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """The padded inputs of the call on the device, for whoever needs them next (a drafter)."""
+        """The padded inputs of the call on the device, for whoever needs them next. (None of a step that follows another.)"""
         self._check()
         return self._inputs
 
@@ -191,19 +177,9 @@ class StepOutputs:
 class GraphStep:
     """One function at several sizes. Made by :meth:`GraphPool.step`."""
 
-    def __init__(
-        self, pool: GraphPool, name: str, function: Callable[..., Any], inputs: Mapping[str, StepInput], sizes: Sequence[int], lane: int, max_size: int | None
-    ) -> None:
-        where = f"GraphPool.step({name!r})"
-        for size in sizes:
-            _checks.integer(where, "sizes", size, 1)
-        if not sizes:
-            raise ArgumentError(where, "sizes", "at least one size", list(sizes))
+    def __init__(self, pool: GraphPool, name: str, function: Callable[..., Any], inputs: Mapping[str, StepInput], sizes: Sequence[int], lane: int, max_size: int) -> None:
         self.pool, self.name, self.function, self.lane = pool, name, function, lane
-        self.specs, self.sizes = dict(inputs), tuple(sorted(set(sizes)))
-        self.max_size = self.sizes[-1] if max_size is None else max(max_size, self.sizes[-1])
-        if not any(spec.rows for spec in self.specs.values()) and self.max_size != self.sizes[0]:
-            raise ArgumentError(where, "sizes", "one size, because no input has rows that follow the size (rows=1)", list(self.sizes))
+        self.specs, self.sizes, self.max_size = dict(inputs), tuple(sizes), max_size
         self.calls = 0
         self._writes = 0
         """How often the buffers have been written over: outputs of before are stale."""
@@ -212,8 +188,8 @@ class GraphStep:
         self.recaptures = 0
         """Captures that were repeated because scratch had moved."""
         self._graphs = CapturedGraphs(pool.manager)
-        with torch.inference_mode(False):
-            self._buffers = [torch.full(s.full_shape(self.sizes[-1]), s.pad, dtype=s.dtype, device=pool.device) for s in self.specs.values()]
+        self._block = self._new_block(self.sizes[-1])
+        self._parts = {size: self._block.part(size) for size in self.sizes}
         self._outputs: list[torch.Tensor | None] = []
         self._tree: Any = None
         self._views: dict[int, Any] = {}
@@ -222,29 +198,28 @@ class GraphStep:
     def __call__(self, *inputs: torch.Tensor) -> StepOutputs:
         """Run the step on ``inputs`` (on its device or the CPU), in the order of its specification.
 
-        Tensors on the CPU are copied without waiting: pinned ones must not change before the step has run. Raises ArgumentError and
-        its kinds for inputs that do not fit, GraphError when it cannot run here (not captured, wrong micro-batch).
+        Tensors on the CPU are copied one by one without waiting: pinned ones must not change before the step has run. Inputs that the host
+        makes anew for every call are better written where :meth:`stage` says. Raises ArgumentError and its kinds for inputs that do not fit,
+        GraphError when it cannot run here (not captured, wrong micro-batch).
         """
-        pool = self.pool
         rows = self._rows(inputs)
-        with pool._mutex:
-            pool._begin_call(self)
-            size = round_to_capture_size(rows, self.sizes)
-            graph = self._graph(size)
-            self._writes += 1
+        size = round_to_capture_size(rows, self.sizes)
+        with self.pool._mutex:
+            graph = self._begin(size)
             if size > self.sizes[-1]:
-                mine = tuple(t.to(pool.device) for t in inputs)
-                value = self._call(mine)
-            else:
-                self._fill(size, inputs)
-                if graph is None:
-                    self._run(size)
-                else:
-                    graph.replay()
-                    self._used_on(pool._stream, size)
-                mine, value = self._inputs(size), self._views[size]
-            self.calls += 1
-            return StepOutputs(self, size, rows, value, mine)
+                return self._finish(size, rows, graph, tuple(t.to(self.pool.device) for t in inputs))
+            self._fill(size, inputs)
+            return self._finish(size, rows, graph, self._inputs(size))
+
+    def stage(self, rows: int) -> StagedInputs:
+        """Memory on the host for the inputs of the next call, of ``rows`` units: padding, to be written over. Then ``run()`` it.
+
+        One copy takes all of it to the device, and nothing is checked on the way but the order of calls. Waits until the copy of the
+        last call is over. Raises ArgumentError for more rows than the step takes.
+        """
+        _checks.integer(f"step {self.name!r}", "rows", rows, 0, self.max_size)
+        with self.pool._mutex:
+            return self._staging.begin(round_to_capture_size(rows, self.sizes), rows)
 
     def eager(self, *inputs: torch.Tensor) -> Any:
         """The function on copies of ``inputs`` padded as a call pads them, without a graph; the outputs are the caller's own.
@@ -254,12 +229,9 @@ class GraphStep:
         rows = self._rows(inputs)
         with self.pool._mutex:
             self.pool._begin_call(self)
-            size = round_to_capture_size(rows, self.sizes)
-            padded = []
-            for given, spec in zip(inputs, self.specs.values(), strict=True):
-                whole = torch.full(spec.full_shape(size), spec.pad, dtype=spec.dtype, device=self.pool.device)
-                (whole[: given.shape[0]] if spec.rows else whole).copy_(given)
-                padded.append(whole)
+            padded = self._new_block(round_to_capture_size(rows, self.sizes)).whole
+            for mine, given, spec in zip(padded, inputs, self.specs.values(), strict=True):
+                (mine[: given.shape[0]] if spec.rows else mine).copy_(given)
             return self._call(tuple(padded))
 
     def reset(self) -> None:
@@ -274,7 +246,7 @@ class GraphStep:
         def nbytes(tensors: Sequence[torch.Tensor | None]) -> int:
             return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
-        return StepReport(self.name, self.lane, self.sizes, nbytes(self._buffers), nbytes(self._outputs), dict(self.captures), self.recaptures, self.calls)
+        return StepReport(self.name, self.lane, self.sizes, nbytes(self._block.whole), nbytes(self._outputs), dict(self.captures), self.recaptures, self.calls)
 
     def __repr__(self) -> str:
         return f"GraphStep({self.name!r}, sizes {list(self.sizes)}, lane {self.lane}, {len(self._graphs)} graphs)"
@@ -307,8 +279,15 @@ class GraphStep:
             )
         return rows
 
-    def _inputs(self, size: int) -> tuple[torch.Tensor, ...]:
-        return tuple(b[: size * s.rows] if s.rows else b for b, s in zip(self._buffers, self.specs.values(), strict=True))
+    def _inputs(self, size: int) -> tuple[Any, ...]:
+        return self._parts[size].tensors
+
+    def _new_block(self, size: int) -> InputBlock:
+        return InputBlock(tuple(self.specs.values()), size, self.pool.device)
+
+    @functools.cached_property
+    def _staging(self) -> Staging:
+        return Staging(tuple(self.specs.values()), self.sizes, self.pool.device, self._run_staged)
 
     def _fill(self, size: int, inputs: Sequence[torch.Tensor]) -> None:
         """Write every element of the buffers up to ``size``: what is given, and padding behind it."""
@@ -331,7 +310,38 @@ class GraphStep:
 
     # Running
 
-    def _call(self, inputs: tuple[torch.Tensor, ...]) -> Any:
+    def _begin(self, size: int) -> Any | None:
+        """The graph to replay, or None. From here on the outputs of before are stale."""
+        self.pool._begin_call(self)
+        graph = self._graph(size)
+        self._writes += 1
+        return graph
+
+    def _finish(self, size: int, rows: int, graph: Any | None, inputs: tuple[Any, ...]) -> StepOutputs:
+        """Run on ``inputs``, which up to the largest size are the static ones."""
+        if size > self.sizes[-1]:
+            value = self._call(inputs)
+        else:
+            if graph is None:
+                self._run(size)
+            else:
+                graph.replay()
+                self._used_on(self.pool._stream, size)
+            value = self._views[size]
+        self.calls += 1
+        return StepOutputs(self, size, rows, value, inputs if self.specs else ())
+
+    def _run_staged(self, staged: StagedInputs) -> StepOutputs:
+        size = staged.size
+        with self.pool._mutex:
+            if not self._staging.take(staged):
+                raise GraphError(f"step {self.name!r}: staged inputs run once, and before others are staged. Call stage() for each call.")
+            graph = self._begin(size)
+            part = self._parts.get(size) or self._new_block(size).part(size)
+            self._staging.copy(staged, part.data)
+            return self._finish(size, staged.rows, graph, part.tensors)
+
+    def _call(self, inputs: tuple[Any, ...]) -> Any:
         with torch.no_grad(), use_workspace_lane(self.lane), use_workspace_ubatch(self.pool.ubatch):
             return self.function(*inputs)
 
@@ -367,14 +377,20 @@ class GraphStep:
     # Graphs
 
     def _warm_up(self, recorder: Recorder | None) -> None:
-        self._writes += 1
         for size in (*([self.max_size] if self.max_size > self.sizes[-1] else []), *reversed(self.sizes)):
             with recorder.warming() if recorder is not None else contextlib.nullcontext():
-                if size > self.sizes[-1]:
-                    self._call(tuple(torch.full(s.full_shape(size), s.pad, dtype=s.dtype, device=self.pool.device) for s in self.specs.values()))
-                else:
-                    self._fill(size, [b[:0] if s.rows else torch.full_like(b, s.pad) for b, s in zip(self._buffers, self.specs.values(), strict=True)])
-                    self._run(size)
+                self._run_padding(size)
+
+    def _run_padding(self, size: int) -> tuple[tuple[Any, ...], Any]:
+        """A call of padding alone: its inputs and what it gives."""
+        self._writes += 1
+        if size > self.sizes[-1]:
+            inputs = self._new_block(size).part(size).tensors
+            return inputs, self._call(inputs)
+        for buffer, spec in zip(self._inputs(size), self.specs.values(), strict=True):
+            buffer.fill_(spec.pad)
+        self._run(size)
+        return self._inputs(size), self._views[size]
 
     def _graph(self, size: int) -> Any | None:
         """The graph of ``size``, captured again when its scratch has moved; None without graphs, and past the largest size."""
@@ -394,12 +410,16 @@ class GraphStep:
         if stream is None or (stream, size) in self._streams:
             return
         self._streams.add((stream, size))
-        for tensor in (*self._buffers, *self._outputs):
-            if tensor is not None:
-                tensor.record_stream(stream)
+        for tensor in self._memory():
+            tensor.record_stream(stream)
         lease = self._graphs.lease(size)
         if lease is not None:
             lease.replays_on(stream)
+
+    def _memory(self) -> Iterator[torch.Tensor]:
+        """What a graph holds the addresses of."""
+        yield self._block.data
+        yield from (tensor for tensor in self._outputs if tensor is not None)
 
     def _capture(self, recorder: Recorder, size: int) -> Any:
         before = recorder.memory()[0]
@@ -421,6 +441,55 @@ class GraphStep:
         logger.debug("step %r captured at size %d: %d bytes more in the pool", self.name, size, self.captures[size])
         self._streams = {(stream, other) for stream, other in self._streams if other != size}
         return graph
+
+
+class FollowingStep(GraphStep):
+    """A step that reads what a call of another was given and has left, where it lies. Made by :meth:`GraphPool.follow`."""
+
+    def __init__(self, leader: GraphStep, name: str, function: Callable[..., Any], lane: int) -> None:
+        super().__init__(leader.pool, name, function, {}, leader.sizes, lane, leader.max_size)
+        self.leader = leader
+
+    def __call__(self, outputs: StepOutputs) -> StepOutputs:  # type: ignore[override]
+        """Run the step after the call of the other that left ``outputs``; at the same size, without a copy.
+
+        Raises ArgumentError for outputs of another step, StaleOutputError when the other has run since, GraphError as :meth:`GraphStep.__call__`.
+        """
+        given = self._given(outputs)
+        with self.pool._mutex:
+            return self._finish(outputs.size, outputs.rows, self._begin(outputs.size), given)
+
+    def eager(self, outputs: StepOutputs) -> Any:  # type: ignore[override]
+        """The function on the same memory, without a graph; its outputs are the caller's own."""
+        given = self._given(outputs)
+        with self.pool._mutex:
+            self.pool._begin_call(self)
+            return self._call(given)
+
+    def stage(self, rows: int) -> StagedInputs:
+        """Always GraphError: the step has no inputs of its own."""
+        raise GraphError(f"step {self.name!r} follows {self.leader.name!r} and has no inputs of its own: call it with what that step returned.")
+
+    def _given(self, outputs: StepOutputs) -> tuple[Any, ...]:
+        if not isinstance(outputs, StepOutputs) or outputs._step is not self.leader:
+            got = f"those of {outputs._step.name!r}" if isinstance(outputs, StepOutputs) else type(outputs).__name__
+            raise ArgumentError(f"step {self.name!r}", "outputs", f"StepOutputs of step {self.leader.name!r}, which it follows", got)
+        return outputs.inputs(), outputs.read()
+
+    def _inputs(self, size: int) -> tuple[Any, ...]:
+        return self.leader._inputs(size), self.leader._views[size]
+
+    def _run_padding(self, size: int) -> tuple[tuple[Any, ...], Any]:
+        self._writes += 1
+        given = self.leader._run_padding(size)
+        if size > self.sizes[-1]:
+            return given, self._call(given)
+        self._run(size)
+        return given, self._views[size]
+
+    def _memory(self) -> Iterator[torch.Tensor]:
+        yield from super()._memory()
+        yield from self.leader._memory()
 
 
 class GraphPool:
@@ -448,12 +517,36 @@ class GraphPool:
         not bound to another. ``max_size``: calls between the largest capture size and this run without a graph (default: they are refused).
         Raises ArgumentError (a name that is taken, sizes below 1 or none), LaneError (a lane past the largest).
         """
+        where = f"GraphPool.step({name!r})"
+        for size in sizes:
+            _checks.integer(where, "sizes", size, 1)
+        if not sizes:
+            raise ArgumentError(where, "sizes", "at least one size", list(sizes))
+        ascending = sorted(set(sizes))
+        largest = ascending[-1] if max_size is None else max(max_size, ascending[-1])
+        if not any(spec.rows for spec in inputs.values()) and largest != ascending[0]:
+            raise ArgumentError(where, "sizes", "one size, because no input has rows that follow the size (rows=1)", ascending)
+        self._reserve(name, lane)
+        step = self.steps[name] = GraphStep(self, name, function, inputs, ascending, lane, largest)
+        return step
+
+    def follow(self, leader: GraphStep, name: str, function: Callable[..., Any], *, lane: int = 0) -> FollowingStep:
+        """A step that runs after a call of ``leader``, a step of this pool, and is called with what that call returned.
+
+        ``function(inputs, outputs)``: the static inputs of the leader, a tuple, and what its function returned, where they lie: nothing is
+        copied. At all sizes of the leader. Raises ArgumentError (a name that is taken, a leader of another pool), LaneError.
+        """
+        if self.steps.get(leader.name) is not leader:
+            raise ArgumentError(f"GraphPool.follow({name!r})", "leader", "a step of this pool", leader)
+        self._reserve(name, lane)
+        step = self.steps[name] = FollowingStep(leader, name, function, lane)
+        return step
+
+    def _reserve(self, name: str, lane: int) -> None:
         if name in self.steps:
             raise ArgumentError("GraphPool.step", "name", f"a new name (there are {', '.join(self.steps)})", name)
         with self.manager.unlocked():
             self.manager.raise_counts(lane + 1, self.ubatch + 1)
-        step = self.steps[name] = GraphStep(self, name, function, inputs, sizes, lane, max_size)
-        return step
 
     def capture(self, *, ascending: bool = False) -> GraphReport:
         """Run every step at every size on padding, capture what is not captured yet, and lock the workspace.

@@ -61,12 +61,12 @@ class ForcedEngine(Engine):
 
     forced: dict[int, list[int]] | None = None
 
-    def _commit(self, batch: Sequence[Scheduled], sampled: torch.Tensor, num_sampled: torch.Tensor, logits: torch.Tensor) -> list[Completion]:
+    def _commit(self, batch: Sequence[Scheduled], ids: torch.Tensor, logits: torch.Tensor) -> list[Completion]:
         for i, part in enumerate(batch):
             if part.samples and self.forced is not None:
                 request = part.sequence.request
-                sampled[i, 0] = self.forced[request.index][len(part.sequence.tokens) - len(request.prompt_ids)]
-        return super()._commit(batch, sampled, num_sampled, logits)
+                ids[i, 0] = self.forced[request.index][len(part.sequence.tokens) - len(request.prompt_ids)]
+        return super()._commit(batch, ids, logits)
 
 
 def make_engine(model: DeepseekV4ForCausalLM, forced: dict[int, list[int]] | None = None, **config: Any) -> Engine:

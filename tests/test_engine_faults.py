@@ -99,18 +99,18 @@ def poisoned(engine: Engine) -> dict[str, int]:
     """Make every step of ``engine`` start in garbage; counts of what was seen on the way."""
     run, seen = engine.executor.run, {"steps": 0, "evicted": 0, "padding": 0}
 
-    def garbage(step: Any, sample: Any) -> Any:
+    def garbage(groups: Any, batch: Any) -> Any:
         for graph_step in engine.executor.pool.steps.values():
-            for buffer in graph_step._buffers:
-                buffer.fill_(float("nan") if buffer.is_floating_point() else 54321)
+            graph_step._block.data.fill_(-0x7B7B7B7B)
         poison(engine.executor.pool.manager)
         for group, tensor in pages(engine):
             pool = engine.groups[group].pool
             tensor[[b for b in range(pool.num_blocks) if b not in pool._used]] = float("nan")
         seen["steps"] += 1
         seen["evicted"] += sum(s.tables["window"].evicted for s in engine.scheduler.running)
-        seen["padding"] += step.input_ids.shape[0] - int(step.query_start_loc[-1])
-        return run(step, sample)
+        tokens = sum(part.num_tokens for part in batch)
+        seen["padding"] += engine.config.padded_tokens(tokens) - tokens
+        return run(groups, batch)
 
     engine.executor.run = garbage  # type: ignore[method-assign]
     return seen
@@ -144,7 +144,7 @@ def test_drain_from_64_requests_to_1_to_0_and_again(mode: str, checkpoint: Path,
     engine = make(checkpoint, device, mode, max_num_seqs=64, max_num_batched_tokens=tokens, capture_sizes=(8, tokens), num_speculative_tokens=1, max_model_len=32)
     running: list[int] = []
     run = engine.executor.run
-    engine.executor.run = lambda step, sample: (running.append(int((sample.state_rows >= 0).sum())), run(step, sample))[1]  # type: ignore[method-assign]
+    engine.executor.run = lambda groups, batch: (running.append(len(batch)), run(groups, batch))[1]  # type: ignore[method-assign]
     for _ in range(2):
         running.clear()
         got = engine.generate(requests)

@@ -22,7 +22,7 @@ from dsv4_ops.errors import (
     WorkspaceError,
     WorkspaceLockedError,
 )
-from dsv4_ops.graphs import GraphPool, GraphStep, StepInput
+from dsv4_ops.graphs import FollowingStep, GraphPool, GraphStep, StepInput
 from dsv4_ops.testing import TapeRecorder
 from dsv4_ops.workspace import WorkspaceManager, use_workspace_lane, use_workspace_ubatch
 from tests import lane_campaign
@@ -131,6 +131,148 @@ def test_calls_past_the_largest_size_run_without_a_graph_or_are_refused(pool: Gr
     assert manager.nbytes == reserved
     with pytest.raises(ArgumentError, match=r"x must be of at most 9 units, the largest size of the step, got 10\. Make the step with a larger size, or with max_size="):
         step(*some(10))
+
+
+# Inputs that the host writes
+
+
+def test_staged_inputs_are_padding_to_write_over(pool: GraphPool) -> None:
+    """At every size and past the largest, whatever was staged before."""
+    inputs = {"ids": StepInput(I64, pad=-1), "x": StepInput(F32, (COLUMNS,)), "flag": StepInput(torch.bool, (3,), rows=0, pad=True), "scale": StepInput(F32, (), rows=0, pad=2.0)}
+
+    def function(ids: torch.Tensor, x: torch.Tensor, flag: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ids + flag.sum(), toys.mix(x, 1) * scale
+
+    step = pool.step("f", function, inputs, sizes=(2, 8), max_size=11)
+    pool.capture()
+    for rows in (8, 1, 0, 11, 2, 9, 3):
+        staged = step.stage(rows)
+        assert (staged.rows, staged.size) == (rows, 2 if rows <= 2 else 8 if rows <= 8 else rows)
+        ids, x, flag, scale = staged.tensors
+        assert (ids == -1).all() and not x.any() and flag.all() and scale == 2 and ids.shape == (staged.size,) and x.shape == (staged.size, COLUMNS)
+        given = some(rows)
+        x[:rows], ids[:rows], flag[1] = given[0], given[1], False
+        staged.arrays[3].fill(3.0)
+        outputs = staged.run()
+        assert (outputs.rows, outputs.size) == (rows, staged.size)
+        assert outputs.read()[0].tolist() == [*(given[1] + 2).tolist(), *[1] * (staged.size - rows)]
+        assert torch.equal(outputs.read()[1][:rows], toys.mix(given[0], 1) * 3)
+        assert torch.equal(outputs.inputs()[0], ids) and len({t.untyped_storage().data_ptr() for t in outputs.inputs()}) == 1
+    with pytest.raises(ArgumentError, match="step 'f': rows must be between 0 and 11, got 12"):
+        step.stage(12)
+
+
+def test_staged_inputs_run_once_and_in_order(pool: GraphPool) -> None:
+    step = pool.step("double", double, INPUTS, sizes=(2, 4))
+    pool.capture()
+    before = step(*some(2))
+    kept = before.copy()
+    first, second = step.stage(1), step.stage(3)
+    second.tensors[0].fill_(5.0)
+    assert same(before.read(), kept, 2), "nothing has run yet"
+    message = r"step 'double': staged inputs run once, and before others are staged. Call stage\(\) for each call"
+    with pytest.raises(GraphError, match=message):
+        first.run()
+    with pytest.raises(GraphError, match=message):
+        second.run()
+    third = step.stage(3)
+    third.run()
+    assert before.is_stale and not third.tensors[0].any()
+    with pytest.raises(GraphError, match=message):
+        third.run()
+
+
+def test_memory_is_staged_again_only_after_its_copy(manager: WorkspaceManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the copy is queued, and reads pinned memory when its turn comes."""
+    step = GraphPool("cpu", manager=manager).step("double", double, INPUTS, sizes=(4,))
+    log: list[str] = []
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            log.append("copy queued")
+
+        def synchronize(self) -> None:
+            log.append(f"waited, memory holds {step._staging._calls[4][0].tensors[1].tolist()}")
+
+    monkeypatch.setattr(step._staging, "_copied", Event())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    for value in (7, 8):
+        staged = step.stage(4)
+        staged.tensors[1].fill_(value)
+        staged.run()
+    assert log == ["waited, memory holds [-1, -1, -1, -1]", "copy queued", "waited, memory holds [7, 7, 7, 7]", "copy queued"]
+
+
+# Steps that follow another
+
+
+def lead(x: torch.Tensor, ids: torch.Tensor) -> dict[str, Any]:
+    return {"y": toys.mix(x, 1), "next": [ids + 1, None]}
+
+
+def trail(inputs: tuple[torch.Tensor, ...], outputs: dict[str, Any]) -> torch.Tensor:
+    return outputs["y"] + inputs[0] * 2 + (inputs[1] + outputs["next"][0])[:, None]
+
+
+def test_a_step_follows_another_in_place(pool: GraphPool) -> None:
+    seen: list[int] = []
+
+    def follower(inputs: tuple[torch.Tensor, ...], outputs: dict[str, Any]) -> torch.Tensor:
+        seen.extend(t.data_ptr() for t in (*inputs, outputs["y"]))
+        return trail(inputs, outputs)
+
+    target = pool.step("target", lead, INPUTS, sizes=(2, 4), max_size=6)
+    draft = pool.follow(target, "draft", follower, lane=1)
+    pool.capture()
+    assert isinstance(draft, FollowingStep) and draft.report().input_bytes == 0 and (draft.sizes, draft.max_size) == ((2, 4), 6)
+    for rows in (4, 1, 6, 3, 0, 5):
+        seen.clear()
+        x, ids = some(rows)
+        outputs = target(x, ids)
+        drafted = draft(outputs)
+        wanted = trail((x, ids), lead(x, ids))
+        assert torch.equal(drafted.read()[:rows], wanted) and torch.equal(draft.eager(outputs)[:rows], wanted)
+        assert (drafted.rows, drafted.size) == (rows, outputs.size) and drafted.inputs() == ()
+        places = [t.data_ptr() for t in (*outputs.inputs(), outputs.read()["y"])]
+        assert seen[-3:] == places, "what the target has is not copied"
+        target(*some(2))
+        assert torch.equal(drafted.read()[:rows], wanted), "the follower's outputs are its own"
+        with pytest.raises(StaleOutputError, match=r"outputs of step 'target', call \d+: the step has run 1 more time\(s\) since"):
+            draft(outputs)
+
+
+def test_a_follower_warms_up_on_padding(pool: GraphPool) -> None:
+    """Also one that is added when its leader has run on live inputs: it may write state."""
+    target = pool.step("target", lead, INPUTS, sizes=(2,))
+    pool.capture()
+    outputs = target(*some(2))
+    written: list[list[int]] = []
+
+    def follower(inputs: tuple[torch.Tensor, ...], outputs: dict[str, Any]) -> torch.Tensor:
+        if len(written) < 2:
+            written.append(inputs[1].numpy().tolist())
+        return outputs["y"] + 0
+
+    pool.follow(target, "draft", follower)
+    pool.capture()
+    assert written and all(ids == [-1, -1] for ids in written)
+    assert outputs.is_stale
+
+
+def test_what_does_not_follow_is_refused(pool: GraphPool, manager: WorkspaceManager) -> None:
+    target, other = pool.step("target", lead, INPUTS, sizes=(2,)), pool.step("other", lead, INPUTS, sizes=(2,))
+    draft = pool.follow(target, "draft", trail)
+    pool.capture()
+    with pytest.raises(ArgumentError, match="step 'draft': outputs must be StepOutputs of step 'target', which it follows, got those of 'other'"):
+        draft(other(*some(2)))
+    with pytest.raises(ArgumentError, match="which it follows, got Tensor"):
+        draft(torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match="step 'draft' follows 'target' and has no inputs of its own"):
+        draft.stage(1)
+    with pytest.raises(ArgumentError, match="leader must be a step of this pool"):
+        GraphPool("cpu", manager=manager).follow(target, "far", trail)
+    with pytest.raises(ArgumentError, match="name must be a new name"):
+        pool.follow(target, "other", trail)
 
 
 # Outputs

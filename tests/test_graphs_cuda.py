@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsv4_ops.errors import GraphError, WorkspaceError
-from dsv4_ops.graphs import GraphPool
+from dsv4_ops.graphs import GraphPool, StepInput
 from dsv4_ops.workspace import WorkspaceManager, use_workspace_ubatch
 from tests import lane_campaign
 from tests import scratch_toys as toys
@@ -50,6 +50,33 @@ def test_any_number_of_rows_is_eager_to_the_bit(manager: WorkspaceManager, ascen
         for given in (x, x.cpu()):
             assert same(step(given).read(), step.eager(x), rows), f"{rows} rows"
     assert step.report().output_bytes == 16 * COLUMNS * 4 + 16 * 64 * 4
+
+
+def test_staged_calls_in_a_row_each_read_what_was_written_for_them(manager: WorkspaceManager) -> None:
+    """The step sleeps some 5 ms, so the host is ahead of its copies: memory that one still has to read must not be written."""
+
+    def slow(x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.cuda._sleep(10_000_000)
+        return x * 2, ids + 1
+
+    pool = GraphPool("cuda", manager=manager)
+    inputs = {"x": StepInput(torch.float32, (COLUMNS,)), "ids": StepInput(torch.int64, pad=-1)}
+    step = pool.step("slow", slow, inputs, sizes=(4, 16), max_size=24)
+    follower = pool.follow(step, "after", lambda given, left: left[0] + given[1][:, None], lane=1)
+    pool.capture()
+    calls, copies = [(16, 1), (3, 2), (24, 3), (16, 4), (4, 5), (24, 6), (0, 7), (16, 8)], []
+    for rows, value in calls:
+        staged = step.stage(rows)
+        assert all(tensor.is_pinned() for tensor in staged.tensors)
+        staged.tensors[0][:rows], staged.arrays[1][:rows] = float(value), value
+        outputs = staged.run()
+        copies.append((outputs.copy(), follower(outputs).copy()))
+    torch.cuda.synchronize()
+    for (rows, value), ((x, ids), after) in zip(calls, copies, strict=True):
+        padding = ids.shape[0] - rows
+        assert ids.tolist() == [value + 1] * rows + [0] * padding
+        assert x[:, 0].tolist() == [2.0 * value] * rows + [0.0] * padding
+        assert after[:, -1].tolist() == [3.0 * value] * rows + [-1.0] * padding
 
 
 def test_growth_under_capture_is_refused_and_the_pool_works_afterwards(manager: WorkspaceManager) -> None:
@@ -287,3 +314,31 @@ def test_captured_engine_gives_the_tokens_of_the_eager_one(mode: str, checkpoint
         del engine
         gc.collect()
     assert all(each == tokens["eager"] for each in tokens.values()), tokens
+
+
+@pytest.mark.parametrize("mode", ["plain", "dspark"])
+def test_a_decode_step_has_one_copy_each_way(mode: str, manager: WorkspaceManager) -> None:
+    """What ``tests/test_engine_host.py`` counts on a CPU, as the GPU sees it."""
+    pytest.importorskip("transformers")
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    from dsv4_ops.engine.config import EngineConfig
+    from dsv4_ops.engine.engine import Engine
+    from dsv4_ops.engine.requests import Request
+    from dsv4_ops.engine.runner import default_model
+
+    config = EngineConfig(mode=mode, max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64, capture_sizes=(20, 64), num_speculative_tokens=4, device="cuda")
+    engine, steps = Engine(default_model(), config), 3
+    for i in range(4):
+        engine.scheduler.add(Request(i, tuple(range(60, 75 + i)), 100))
+    while engine.scheduler.waiting or not engine.scheduler.running or not all(s.decoding for s in engine.scheduler.running):
+        engine.step()
+    engine.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    names = [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA and "Memcpy" in event.name]
+    assert [sum(way in name for name in names) for way in ("HtoD", "DtoH")] == [steps, steps], names

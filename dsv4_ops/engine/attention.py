@@ -108,7 +108,7 @@ def build_metadata(step: StepInputs, geometry: Geometry) -> AttentionMetadata:
         slots, _ = global_topk_indices((last // ratio).to(torch.int32)[:, None], owner, closing, step.compressed_table, block_size=block_size)
         plans[layer_type] = CompressorPlan(rows, state_slots.to(torch.int64), last + 1 - ratio, slots[:, 0].to(torch.int64), lens, block_size)
     return AttentionMetadata(
-        step.window_slots, requests, valid, prepared.swa_indices, prepared.swa_lens, plans, step.compressed_table, prepared.expanded_block_table
+        prepared.slot_mapping, requests, valid, prepared.swa_indices, prepared.swa_lens, plans, step.compressed_table, prepared.expanded_block_table
     )
 
 

@@ -24,7 +24,6 @@ from .executor import Executor, ProposeInputs, Proposer
 from .proposers import load_proposer
 from .requests import Completion, Request
 from .scheduler import Scheduled, Scheduler, Sequence_
-from .step import StepInputs, build_step
 from .target import Target, geometry_of, load_model, target_groups
 
 __all__ = ["Engine", "EngineStats", "ProposeInputs", "Proposer"]
@@ -112,24 +111,15 @@ class Engine:
         """Run one step; the requests that it finished."""
         batch = self.scheduler.schedule()
         self._load_state(batch)
-        step, sample = build_step(self.config, self.groups, batch)
-        result = self.executor.run(step, sample)
-        finished = self._commit(batch, result.sampled, result.num_sampled, result.logits)
-        if result.draft_ids is not None:
-            for part, ids in zip(batch, result.draft_ids.tolist(), strict=False):
-                if part.samples:
-                    part.sequence.draft_ids = list(itertools.takewhile(lambda token: token >= 0, ids))
-        self._count(batch, step)
-        return finished
+        result = self.executor.run(self.groups, batch)
+        self._count(batch)  # while the device is busy
+        return self._commit(batch, result.ids, result.logits)
 
     def _load_state(self, batch: Sequence[Scheduled]) -> None:
-        """Fill the rows of requests that start, or start again after a preemption."""
-        state = self.executor
+        """Fill the rows of requests that start again after a preemption."""
         for sequence in (part.sequence for part in batch if part.start == 0):
-            state.temperature[sequence.row] = sequence.request.temperature
-            state.seeds[sequence.row] = sequence.request.seed
             if sequence.draft_state is not None:
-                state.draft_logits[sequence.row] = sequence.draft_state
+                self.executor.draft_logits[sequence.row] = sequence.draft_state
                 sequence.draft_state = None
 
     def _save_state(self, sequence: Sequence_) -> None:
@@ -137,31 +127,43 @@ class Engine:
         if sequence.draft_ids and sequence.draft_state is None:
             sequence.draft_state = self.executor.draft_logits[sequence.row].clone()
 
-    def _commit(self, batch: Sequence[Scheduled], sampled: torch.Tensor, num_sampled: torch.Tensor, logits: torch.Tensor) -> list[Completion]:
-        finished = []
-        for i, (part, ids, count) in enumerate(zip(batch, sampled.tolist(), num_sampled.tolist(), strict=False)):
+    def _commit(self, batch: Sequence[Scheduled], ids: torch.Tensor, logits: torch.Tensor) -> list[Completion]:
+        """Give the requests what the step gave them. Reading ``ids`` is the one time in a step that the host waits for the device."""
+        finished, width = [], self.config.tokens_per_decode
+        rows = ids.tolist()
+        kept = logits.to("cpu", copy=True) if self.config.record_logits or self.config.record_margins else None
+        for i, (part, row) in enumerate(zip(batch, rows, strict=False)):
             sequence, completion = part.sequence, part.sequence.completion
             before, decode_steps = len(sequence.tokens), completion.steps
-            if self.scheduler.commit(part, ids[:count]):
+            if self.scheduler.commit(part, _until_pad(row[:width]), _until_pad(row[width:])):
                 finished.append(completion)
             given = len(sequence.tokens) - before
             self.stats.tokens += given
             if completion.steps > decode_steps:
                 self.stats.accepted[given] += 1
-            first = i * self.config.tokens_per_decode
-            if self.config.record_logits:
-                completion.logits += logits[first : first + given].to("cpu", copy=True).unbind()
-            if self.config.record_margins and given:
-                best = logits[first : first + given].topk(2).values
-                completion.margins += (best[:, 0] - best[:, 1]).tolist()
+            if kept is not None:
+                self._record(completion, kept[i * width : i * width + given])
         return finished
 
-    def _count(self, batch: Sequence[Scheduled], step: StepInputs) -> None:
+    def _record(self, completion: Completion, logits: torch.Tensor) -> None:
+        """What was asked for of the rows that tokens were chosen from."""
+        if self.config.record_logits:
+            completion.logits += logits.clone().unbind()  # not the whole step's, which a view would keep
+        if self.config.record_margins and logits.shape[0]:
+            best = logits.topk(2).values
+            completion.margins += (best[:, 0] - best[:, 1]).tolist()
+
+    def _count(self, batch: Sequence[Scheduled]) -> None:
         stats = self.stats
+        tokens = [part.num_tokens for part in batch]
         stats.steps += 1
-        stats.step_tokens += sum(part.num_tokens for part in batch)
-        stats.padded_tokens += step.input_ids.shape[0]
-        kind = classify_batch([part.num_tokens for part in batch], [part.start for part in batch], [part.sequence.num_prefill for part in batch])
+        stats.step_tokens += sum(tokens)
+        stats.padded_tokens += self.config.padded_tokens(sum(tokens))
+        kind = classify_batch(tokens, [part.start for part in batch], [part.sequence.num_prefill for part in batch])
         stats.decode_only_steps += kind.is_pure_decode
         stats.preemptions = self.scheduler.num_preemptions
         stats.workspace_bytes = self.executor.pool.manager.nbytes
+
+
+def _until_pad(ids: list[int]) -> list[int]:
+    return list(itertools.takewhile(lambda token: token >= 0, ids))

@@ -113,26 +113,26 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """The next step: decoding requests, then prefill chunks. Empty only when nothing is left to do."""
         batch: list[Scheduled] = []
-        preemptions = self.num_preemptions
+        budget, preemptions = self.config.max_num_batched_tokens, self.num_preemptions
         running = list(self.running)
         for sequence in [s for s in running if s.decoding] + [s for s in running if not s.decoding]:
             if sequence.row >= 0:  # else it was preempted for one before it
-                self._schedule(sequence, batch)
+                budget -= self._schedule(sequence, budget, batch)
         # Whoever was preempted waits at the front: nobody is admitted into the room that it made.
         while self.waiting and self._free_rows and self.num_preemptions == preemptions:
             sequence = self.waiting[0]
             sequence.num_prefill = len(sequence.tokens)
-            part = self._part(sequence, batch)
+            part = self._part(sequence, budget)
             if part is None or not self._fits(sequence, part.start + part.num_tokens):
                 break
             self.waiting.popleft()
             sequence.row = self._free_rows.popleft()
             self.running.append(sequence)
-            self._schedule(sequence, batch)
+            budget -= self._schedule(sequence, budget, batch)
         return batch
 
-    def commit(self, scheduled: Scheduled, emitted: Sequence[int]) -> bool:
-        """Take over what a step gave to one request; True when the request is finished (its blocks are free again)."""
+    def commit(self, scheduled: Scheduled, emitted: Sequence[int], drafts: Sequence[int] = ()) -> bool:
+        """Take over what a step gave to one request, and ``drafts`` proposed for after it; True when the request is finished (its blocks are free again)."""
         sequence = scheduled.sequence
         completion, request = sequence.completion, sequence.request
         sequence.num_computed = scheduled.start + scheduled.num_known
@@ -140,7 +140,7 @@ class Scheduler:
             return False
         # Each emitted token but the last one confirms a draft token whose KV this step has written.
         sequence.num_computed += len(emitted) - 1
-        sequence.draft_ids = []
+        sequence.draft_ids = list(drafts)
         first, taken = len(sequence.tokens), 0
         for token in emitted:
             sequence.tokens.append(token)
@@ -159,9 +159,8 @@ class Scheduler:
             self._leave(sequence)
         return bool(completion.finish_reason)
 
-    def _part(self, sequence: Sequence_, batch: list[Scheduled]) -> Scheduled | None:
+    def _part(self, sequence: Sequence_, budget: int) -> Scheduled | None:
         """What of ``sequence`` the rest of the token budget takes, or None."""
-        budget = self.config.max_num_batched_tokens - sum(part.num_tokens for part in batch)
         known, drafts = len(sequence.tokens) - sequence.num_computed, sequence.drafts
         if known + len(drafts) <= budget:
             return Scheduled(sequence, sequence.num_computed, known, drafts, True)
@@ -169,10 +168,11 @@ class Scheduler:
         chunk = min(budget, known - 1) if drafts else budget
         return Scheduled(sequence, sequence.num_computed, chunk, [], False) if chunk > 0 else None
 
-    def _schedule(self, sequence: Sequence_, batch: list[Scheduled]) -> None:
-        part = self._part(sequence, batch)
+    def _schedule(self, sequence: Sequence_, budget: int, batch: list[Scheduled]) -> int:
+        """Give ``sequence`` its blocks and a place in ``batch``, where it can have them; the tokens that it takes of ``budget``."""
+        part = self._part(sequence, budget)
         if part is None:
-            return
+            return 0
         end = part.start + part.num_tokens
         for name, group in self.groups.items():
             group.evict(sequence.tables[name], sequence.num_computed)
@@ -180,10 +180,11 @@ class Scheduler:
             victim = next(s for s in reversed(self.running) if all(s is not other.sequence for other in batch))
             self._preempt(victim)
             if victim is sequence:
-                return
+                return 0
         for name, group in self.groups.items():
             group.grow(sequence.tables[name], self._end(name, end))
         batch.append(part)
+        return part.num_tokens
 
     def _limit(self, request: Request) -> int:
         return min(len(request.prompt_ids) + request.max_tokens, self.config.max_model_len)

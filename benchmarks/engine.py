@@ -310,7 +310,7 @@ FUNCTIONS = {
     ("dsv4_ops.engine.executor.Executor", "_sample"): "sampling: gathers",
     ("dsv4_ops.engine.executor.Executor", "_propose"): "draft: gathers, Markov head",
     ("dsv4_ops.engine.engine.Engine", "_commit"): "results to the host",
-    ("dsv4_ops.graphs.GraphStep", "_fill"): "inputs: copies and padding",
+    ("dsv4_ops._step_inputs.Staging", "copy"): "inputs: the copy",
     ("dsv4_ops.graphs.GraphStep", "_keep"): "outputs: copies",
 }
 

@@ -7,9 +7,10 @@ clocks and temperature are shared. Runs on a CPU too (``--device cpu``), without
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -81,6 +82,14 @@ def toy_rows(device: str) -> list[dict[str, Any]]:
     return [{"op": "toy step", "case": f"{size} rows, all in scratch", "params": {"lanes": n, "workspace_bytes": bytes_[n]}, "provider": "dsv4_ops", "ok": ok[n], **times[n]} for n in (1, 2)]
 
 
+def staged_step(executor: Any, inputs: Sequence[torch.Tensor]) -> None:
+    """A step of an engine with its draft, on inputs that the host writes, as the engine runs it."""
+    staged = executor._first.stage(32)
+    for mine, given in zip(staged.tensors, inputs, strict=True):
+        mine.copy_(given)
+    executor._draft(staged.run())
+
+
 def engine_rows(device: str, size: str) -> list[dict[str, Any]]:
     """A decode step of 8 requests with 3 draft tokens each, multi-token prediction, random weights of the given size."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
@@ -91,6 +100,7 @@ def engine_rows(device: str, size: str) -> list[dict[str, Any]]:
     from dsv4_ops.engine.engine import Engine
     from dsv4_ops.engine.proposers import MTPProposer
     from dsv4_ops.engine.requests import Request
+    from dsv4_ops.engine.step import build_step
 
     torch.manual_seed(0)
     with torch.device(device), torch.no_grad():
@@ -109,11 +119,11 @@ def engine_rows(device: str, size: str) -> list[dict[str, Any]]:
             engine = Engine(model, config, MTPProposer(drafter, config))
             seen: list[Any] = []
             run = engine.executor.run
-            with mock.patch.object(engine.executor, "run", lambda step, sample, run=run, seen=seen: (seen.append((step, sample)), run(step, sample))[1]):
+            with mock.patch.object(engine.executor, "run", lambda groups, batch, engine=engine, run=run, seen=seen: (seen.append(build_step(engine.config, groups, batch)), run(groups, batch))[1]):
                 tokens.append([c.token_ids for c in engine.generate(requests)])
             report = engine.executor.pool.report()
-        inputs = next(pair for pair in reversed(seen) if pair[0].input_ids.shape[0] == 32)
-        calls[lanes] = lambda run=run, inputs=inputs: run(*inputs)
+        step, sample = next(pair for pair in reversed(seen) if pair[0].input_ids.shape[0] == 32)
+        calls[lanes] = functools.partial(staged_step, engine.executor, (*step, *sample))
         params = {"lanes": lanes, "workspace_bytes": sum(r.nbytes for r in report.workspace), "graph_pool_bytes": report.pool_bytes, "buffer_bytes": sum(s.input_bytes + s.output_bytes for s in report.steps), "kv_dtype": "fp8"}
         rows.append({"op": "engine step", "case": f"size {size}, mtp, 8 requests of 4 rows", "params": params, "provider": "dsv4_ops"})
     times = in_turn(device, calls)

@@ -35,7 +35,7 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 KERNELS = [
     "-O1", "-ffp-contract=off",
-    "-fsanitize=thread",  # a call at each access, which runtime.cpp answers: no sanitizer is linked
+    "-fsanitize=thread",  # a call at each access, which memory.cpp answers: no sanitizer is linked
     "-fno-extern-tls-init",
     "-include", "cuda_runtime.h",  # before csrc/cuda/ptx.cuh, whose place ptx.h takes
 ]  # fmt: skip
@@ -59,11 +59,12 @@ def run_compiler(*arguments: str | Path) -> None:
 
 
 @functools.cache
-def runtime() -> Path:
+def runtime() -> list[Path]:
     """The emulator itself, compiled."""
-    target = folder() / "runtime.o"
-    run_compiler("-O2", "-c", EMULATOR / "runtime.cpp", "-o", target)
-    return target
+    objects = [folder() / f"{name}.o" for name in ("memory", "threads", "together")]
+    for target in objects:
+        run_compiler("-O2", "-c", EMULATOR / f"{target.stem}.cpp", "-o", target)
+    return objects
 
 
 @functools.cache
@@ -82,7 +83,7 @@ def compiled(source: Path) -> Path:
     target = folder() / source.stem
     includes = [f"-I{path}" for path in (EMULATOR / "include", EMULATOR, torch_headers(), ROOT / "csrc")]
     run_compiler(*KERNELS, *includes, "-c", source, "-o", target.with_suffix(".o"))
-    run_compiler(target.with_suffix(".o"), runtime(), "-pthread", "-o", target)
+    run_compiler(target.with_suffix(".o"), *runtime(), "-pthread", "-o", target)
     return target
 
 

@@ -1,5 +1,5 @@
 // What kernels ask of the emulator: the stand-in headers of include/ and ptx.h translate CUDA's names to these. README.md
-// says how it works; runtime.cpp does it.
+// says how it works; threads.cpp, memory.cpp and together.cpp do it.
 #pragma once
 
 #include <cstddef>

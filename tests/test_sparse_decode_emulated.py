@@ -102,6 +102,15 @@ def test_any_order_of_warps_and_blocks(seed: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(bits(one), bits(other), strict=True))
 
 
+def test_passes_without_a_key_are_left_out() -> None:
+    """Blocks whose keys begin behind the dead end of a long window, and blocks that have none."""
+    arguments = batch(4, 2, (900, 900), U8, BF16, "cpu")
+    arguments[3][:], arguments[6][:] = torch.tensor([10, 900, 0, 0]), torch.tensor([900, 10, 3, 0])
+    found = launched(*arguments, scale=SCALE)
+    compare(found, SPARSE_MLA_DECODE.reference(*arguments, scale=SCALE))
+    assert not bool(found[0][3].any()) and bool((found[1][3] == -INF).all())
+
+
 # ---- rows that nobody sends on purpose -------------------------------------------------------------------------------
 
 

@@ -79,3 +79,26 @@ def test_a_part_that_fails_is_a_row_and_the_next_one_runs(tmp_path: Path, monkey
 def test_tokens_are_compared_with_the_cpus() -> None:
     row = benchmark.like_cpu(default_model(), "cpu", max_tokens=2)
     assert row["ok"] and row["params"] == {"mode": "plain", "requests": 4, "tokens": 8} and row["findings"] == []
+
+
+def test_lanes_measures_the_engines_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both numbers of lanes give the same tokens, and the timed call is a whole step: it writes the outputs of target and draft again."""
+    from benchmarks import lanes
+
+    monkeypatch.setattr(lanes, "BATCHES", 1)
+    monkeypatch.setattr(lanes, "STEPS", 1)
+    steps: list[tuple[int, int]] = []
+    in_turn = lanes.in_turn
+
+    def counted(device: str, calls: dict[int, Any]) -> dict[int, dict[str, float]]:
+        for call in calls.values():
+            executor = call.args[0]
+            before = executor._first.calls, executor._draft.calls
+            call()
+            steps.append((executor._first.calls - before[0], executor._draft.calls - before[1]))
+        return in_turn(device, calls)
+
+    monkeypatch.setattr(lanes, "in_turn", counted)
+    rows = lanes.engine_rows("cpu", "tiny")
+    assert [(row["params"]["lanes"], row["ok"]) for row in rows] == [(1, True), (2, True)] and all(row["us_p50"] > 0 for row in rows)
+    assert steps == [(1, 1), (1, 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.emulated import EmulatorError, driver, needs_compiler
+from tests.emulated import Driver, EmulatorError, driver, needs_compiler
 
 pytestmark = needs_compiler
 ORDERS = ("forward", "backward", "random")
@@ -154,3 +154,10 @@ def test_fault_is_found(fault: str) -> None:
     with pytest.raises(EmulatorError, match=FAULTS[fault]) as caught:
         driver("primitives")("rotate", [rows()], [4, 1 + list(FAULTS).index(fault)], steps=1_000_000)
     assert "tests/emulator/primitives.cpp:" in str(caught.value), "with its place in the source"
+
+
+def test_loop_that_touches_nothing_is_ended() -> None:
+    kernels = Driver(driver("primitives").program)
+    kernels.seconds = 1
+    with pytest.raises(EmulatorError, match="hang: no answer in 1 s"):
+        kernels("rotate", [rows()], [4, 1 + len(FAULTS)])

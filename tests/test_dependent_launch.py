@@ -92,6 +92,12 @@ def test_every_cuda_kernel_waits_once_in_all_threads() -> None:
     assert {name: hasty_cuda_kernels(text) for name, text in sources.items() if hasty_cuda_kernels(text)} == {}
 
 
+def test_no_cuda_load_is_promised_that_nobody_writes() -> None:
+    """``__ldg`` and what the compiler makes of ``const __restrict__``: such loads may go before the wait. Triton's: ``compile_for``."""
+    sources = {path.name: re.sub(r"//[^\n]*", "", path.read_text()) for path in CUDA}
+    assert {name: found for name, text in sources.items() if (found := re.findall(r"__ldg|__restrict__|\bld\.global\S*\.nc\b", text))} == {}
+
+
 @pytest.mark.parametrize(("body", "hasty"), [
     (f"int x = 1; {WAIT} if (x) return; while (x) {{ }}", []),
     (f"for (;;) {{ }}\n  {WAIT}", []),

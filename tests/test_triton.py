@@ -332,6 +332,7 @@ def compile_for(found: Sequence[Compiled], capability: int) -> None:
         hasty = before_the_wait(made.asm["ptx"])
         assert capability < 90 or hasty is None, f"{one.kernel}: {hasty} before it waits for the kernel that writes its inputs"
         assert capability >= 90 or "griddepcontrol" not in made.asm["ptx"], f"{one.kernel}: waits where the chip has no such instruction"
+        assert not re.search(r"ld\.global\S*\.nc\b", made.asm["ptx"]), f"{one.kernel}: a load that need not stay behind the wait"
         assert "trap;" not in made.asm["ptx"], f"{one.kernel}: the compiler made a trap of it"
         assert made.metadata.shared <= SHARED_BYTES[capability], f"{one.kernel}: {made.metadata.shared} bytes of shared memory"
 

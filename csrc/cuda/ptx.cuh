@@ -153,6 +153,14 @@ __device__ __forceinline__ void wait_copies() {
 
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// A plain load, known to be from global memory. Not __ldg, which promises that nobody writes there while the grid runs: a grid that was launched
+// early runs while its inputs are written, so such a load may be moved before wait_for_previous_grid() or find what a cache held before.
+template <class T>
+__device__ __forceinline__ T load_global(const T* from) {
+  __builtin_assume(__isGlobal(from));
+  return *from;
+}
+
 // From global memory into registers, in program order; zeros, and no read, where `there` is false. Without a branch, and although the
 // compiler may not know that the address is a global one.
 __device__ __forceinline__ uint4 load16_if(bool there, const void* from) {

@@ -130,19 +130,19 @@ struct Row {
     const int left = static_cast<int>(max(int64_t{0}, min(int64_t{kTopkColumns}, end - column)));
     const Bits* const from = scores + column;
     if (aligned && left == kTopkColumns) {
-      Format::split(__ldg(reinterpret_cast<const typename Format::Vector*>(from)), score);
+      Format::split(ptx::load_global(reinterpret_cast<const typename Format::Vector*>(from)), score);
     } else {
 #pragma unroll
-      for (int j = 0; j < kTopkColumns; ++j) score[j] = __uint_as_float(j < left ? Format::widen(__ldg(from + j)) : kNaN);
+      for (int j = 0; j < kTopkColumns; ++j) score[j] = __uint_as_float(j < left ? Format::widen(ptx::load_global(from + j)) : kNaN);
     }
   }
 
   // The same where a vector is aligned and inside.
   __device__ __forceinline__ void load_whole(float (&score)[kTopkColumns], int64_t column) const {
-    Format::split(__ldg(reinterpret_cast<const typename Format::Vector*>(scores + column)), score);
+    Format::split(ptx::load_global(reinterpret_cast<const typename Format::Vector*>(scores + column)), score);
   }
 
-  __device__ __forceinline__ float score_at(int column) const { return __uint_as_float(Format::widen(__ldg(scores + column))); }
+  __device__ __forceinline__ float score_at(int column) const { return __uint_as_float(Format::widen(ptx::load_global(scores + column))); }
 
   // Where the selected columns go, in order: to the result itself, or to `staged` where write() has more to do with them.
   __device__ __forceinline__ int32_t* target(const Args& args, int32_t* staged) const {
@@ -161,12 +161,12 @@ struct Row {
       int32_t result = column;
       if (args.slots.request_of != nullptr && column >= 0) {
         const int page = column / args.slots.block_size;
-        const int64_t block = page < args.slots.pages ? __ldg(pages + page * args.slots.page_stride) : 0;
+        const int64_t block = page < args.slots.pages ? ptx::load_global(pages + page * args.slots.page_stride) : 0;
         const int64_t slot = block * args.slots.block_size + column % args.slots.block_size;
         result = block > 0 && slot <= 0x7fffffff ? static_cast<int32_t>(slot) : -1;
       }
       args.indices[at] = result;
-      if (args.values != nullptr) static_cast<Bits*>(args.values)[at] = column >= 0 ? __ldg(scores + column) : Format::minus_infinity;
+      if (args.values != nullptr) static_cast<Bits*>(args.values)[at] = column >= 0 ? ptx::load_global(scores + column) : Format::minus_infinity;
     }
     if (args.slots.lens != nullptr && threadIdx.x == 0) args.slots.lens[number] = selected;
   }

@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 512 ? 2 : 1) topk_listed
   const Vector* next = reinterpret_cast<const Vector*>(row.scores + column_of(0));
   const auto take = [&] {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i, next += step / kTopkColumns) ahead[i] = __ldg(next);
+    for (int i = 0; i < kAhead; ++i, next += step / kTopkColumns) ahead[i] = ptx::load_global(next);
   };
   if (kStream && whole > 0) take();
 

@@ -30,6 +30,11 @@ inline void send_counted(uint32_t to, uint4 words, uint32_t arrivals) { emulator
 inline void send_counted(uint32_t to, uint32_t word, uint32_t arrivals) { emulator::send_counted(to, &word, 4, arrivals); }
 inline void wait_for_bytes(uint64_t* arrivals) { emulator::wait_for_bytes(arrivals); }
 
+template <class T>
+inline T load_global(const T* from) {
+  return *from;
+}
+
 inline uint4 load16_if(bool there, const void* from) {
   uint4 words = {};
   if (there) words = *static_cast<const uint4*>(from);

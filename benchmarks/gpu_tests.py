@@ -1,4 +1,4 @@
-"""A pytest plugin that leaves out tests which need no GPU, and the question which ones those are.
+"""A pytest plugin for runs on a GPU machine, and the question which tests need its GPU, so that the others can be left out.
 
 Nobody keeps a list: where no GPU is visible a test that needs one is not collected (the ``device`` fixture has no ``cuda``) or is skipped by a mark.
 """
@@ -28,6 +28,17 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
         known = set(Path(path).read_text().split("\n"))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
         items[:] = [item for item in items if item.nodeid not in known]
+
+
+def pytest_runtest_logfinish(nodeid: str, location: Any) -> None:
+    """A worker whose CUDA context is broken ends, and another goes on: else every later test would fail for the sake of this one."""
+    import torch
+
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
 
 
 def run_without_gpu(arguments: Sequence[str]) -> list[str]:

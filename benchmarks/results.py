@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 from dsv4_ops.bench.machine import commit, environment, gpu_name, text
 
 ROOT = Path(__file__).resolve().parent.parent
+KEPT_EVERY_S = 20.0
 
 
 def folder() -> Path:
@@ -40,27 +43,47 @@ def allowed_s(otherwise: float) -> float:
 def measuring(topic: str, narrowed: object, record: Callable[[str], object]) -> Iterator[None]:
     """A block that measures; ``record(name)`` keeps what it has, however the block ends (SIGTERM, which ``timeout`` sends, included).
 
-    The name is the topic's, with ``-part`` behind it when the run was ``narrowed`` or did not come to its end.
+    The name is the topic's, with ``-part`` behind it when the run was ``narrowed`` or did not come to its end. A part is also kept every KEPT_EVERY_S
+    seconds, by a thread: a kernel that hangs, or takes the process down, leaves what was measured before it.
     """
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    finished = False
+    finished, over = False, threading.Event()
+
+    def keep() -> None:
+        while not over.wait(KEPT_EVERY_S):
+            with contextlib.suppress(Exception):  # a row may be changing just now; the next time is soon
+                record(f"{topic}-part")
+
+    keeper = threading.Thread(target=keep, daemon=True)
+    keeper.start()
     try:
         yield
         finished = True
     finally:
+        over.set()
+        keeper.join()
         signal.signal(signal.SIGTERM, before)
         record(topic if finished and not narrowed else f"{topic}-part")
+
+
+@functools.cache
+def _asked(named: str | None) -> tuple[str, dict[str, Any]]:
+    """Commit and machine. Once a process: the programs that are asked would disturb what is measured."""
+    return commit(), environment()
 
 
 def write(topic: str, env: dict[str, Any] | None = None, quiet: bool = False, **content: Any) -> Path:
     """Write ``<folder>/<topic>.json``; ``env`` is added to what is known of the machine. A whole result takes the place of a part."""
     path, whole = folder() / f"{topic}.json", topic.removesuffix("-part")
     command = os.environ.get("RECORD_COMMAND") or f"bash benchmarks/gpu.sh {whole}"
-    head = {"topic": topic, "command": command, "commit": commit(), "date": datetime.date.today().isoformat(), "env": environment() | (env or {})}
-    path.write_text(text({**head, **content}))
+    made_of, known = _asked(os.environ.get("COMMIT"))
+    head = {"topic": topic, "command": command, "commit": made_of, "date": datetime.date.today().isoformat(), "env": known | (env or {})}
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text({**head, **content}))
+    fresh.replace(path)
     if topic == whole:
         path.with_name(f"{topic}-part.json").unlink(missing_ok=True)
-    if not quiet:
+    if not quiet and threading.current_thread() is threading.main_thread():
         print(f"wrote {path}")
         if head["commit"] == "unknown":
             print("the commit is not recorded: set COMMIT where the checkout has no history")

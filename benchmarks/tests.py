@@ -89,21 +89,12 @@ def main() -> int:
     start, chosen = time.perf_counter(), rest or ["tests"]
     everywhere = gpu_tests.run_without_gpu(chosen)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:benchmark",
-            "-W",
-            "ignore::pytest.PytestAssertRewriteWarning",
-            f"--durations={SLOWEST}",
-        ]
+        plugins = ("-p", "no:cacheprovider", "-p", "no:benchmark", "-p", gpu_tests.__name__, "-W", "ignore::pytest.PytestAssertRewriteWarning")
+        arguments = ["-q", *plugins, f"--durations={SLOWEST}"]
         if options.gpu_only:
             listed = Path(folder) / "everywhere"
             listed.write_text("\n".join(everywhere))
             os.environ[gpu_tests.LEFT_OUT] = str(listed)
-            arguments += ["-p", gpu_tests.__name__]
         if (
             importlib.util.find_spec("xdist")
             and not any(a.startswith(("-n", "--numprocesses")) for a in rest)

@@ -283,3 +283,29 @@ def test_a_whole_result_takes_the_place_of_its_part(tmp_path: Path, monkeypatch:
     assert json.loads(part.read_text())["command"] == "bash benchmarks/gpu.sh toy"
     whole = results.write("toy", quiet=True)
     assert whole.exists() and not part.exists()
+
+
+def test_a_worker_whose_context_is_broken_is_replaced_and_the_others_tests_run(tmp_path: Path) -> None:
+    """A toy of a context: once a test has broken it, every synchronization of that process fails."""
+    (tmp_path / "conftest.py").write_text("import torch\nbroken = []\ntorch.cuda.is_initialized = lambda: True\ndef synchronize():\n    if broken: raise RuntimeError('CUDA error')\ntorch.cuda.synchronize = synchronize\n")
+    (tmp_path / "test_broken.py").write_text("import conftest, torch\ndef test_breaks():\n    conftest.broken.append(1)\n    assert 0\n" + "".join(f"def test_{i}(): torch.cuda.synchronize()\n" for i in range(6)))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RESULTS_DIR": str(tmp_path), "COMMIT": "abc"}
+    done = subprocess.run([sys.executable, "-m", "benchmarks.tests", "-n", "1", str(tmp_path / "test_broken.py")], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    facts = written(tmp_path, "tests")
+    assert facts["failures"] == ["test_broken.py::test_breaks"] and facts["passed"] == {"test_broken.py": {f"test_{i}": 1 for i in range(6)}}, done.stdout
+
+
+def test_a_run_that_hangs_has_left_what_it_had(tmp_path: Path) -> None:
+    """The main thread is inside a call that no signal interrupts; then the process is killed."""
+    code = "import ctypes\nfrom benchmarks import results\nresults.KEPT_EVERY_S = 0.2\nrows = [{'a': 1}]\nwith results.measuring('toy', None, lambda name: results.write(name, rows=rows)):\n    print('in', flush=True)\n    ctypes.CDLL(None).sleep(60)\n"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RESULTS_DIR": str(tmp_path), "COMMIT": "abc"}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "in\n"
+    for _ in range(300):
+        if list(tmp_path.glob("*/toy-part.json")):
+            break
+        time.sleep(0.1)
+    process.kill()
+    process.communicate()
+    assert written(tmp_path, "toy-part")["rows"] == [{"a": 1}] and not list(tmp_path.glob("*/toy.json"))

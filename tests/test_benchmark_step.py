@@ -1,4 +1,4 @@
-"""What the benchmark of steps, draft inputs and KV rows measures is right, on the CPU: ours, single ops, and a peer that is not."""
+"""What the benchmark of index builds, steps, draft inputs and KV rows measures is right, on the CPU: ours, single ops, and a peer that is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.kernels import Case
 from dsv4_ops import testing
 from dsv4_ops.testing import Sample
 
-FIRST = list({(case.op, case.case): case for case in reversed(list(kernels_step.cases()))}.values())
+FIRST = list({(case.op, case.case): case for case in reversed(list(kernels.cases()))}.values())
 
 
 class Untimed:

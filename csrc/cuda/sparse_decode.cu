@@ -33,69 +33,90 @@ constexpr int64_t kMostTiles = 1 << 26;  // of a row: 2^29 columns, so that noth
 
 struct Plan {
   int cluster_bits, share, passes;  // as Args has them
-  int tiles, head_tiles;            // of the kernel
+  int tiles;                        // of the kernel
   bool running;
 };
 
 // How keys are dealt out follows from widths alone. A block of the largest cluster that has more keys than it holds takes them in
 // several passes; elsewhere, clusters are as small as leaves 6 tiles a block, since what blocks send grows with their number.
-//
-// Of the head counts that a block may have, all of which give the same bits: the fewest whose blocks run at once.
-Plan plan_of(int64_t tokens, int64_t heads, int64_t tiles, int processors) {
+Plan plan_of(int64_t tiles) {
   Plan plan = {};
   while (plan.cluster_bits < 3 && tiles > 6 << plan.cluster_bits) ++plan.cluster_bits;
   plan.share = static_cast<int>((tiles + (1 << plan.cluster_bits) - 1) >> plan.cluster_bits);
   plan.running = plan.share > 12;
   plan.tiles = plan.running ? 5 : plan.share <= 4 ? 2 : plan.share <= 6 ? 3 : plan.share <= 10 ? 5 : 6;
   plan.passes = plan.running ? (plan.share + 9) / 10 : 1;
-  const int most = plan.running ? 1 : plan.tiles == 6 ? 2 : 4, at_once = processors / 16 * 16;  // a cluster fills half a group of 16 processors
-  plan.head_tiles = 1;
-  while (plan.head_tiles < most && heads > kHeadTile * plan.head_tiles && (tokens * ((heads - 1) / (kHeadTile * plan.head_tiles) + 1) << plan.cluster_bits) > at_once) plan.head_tiles *= 2;
   return plan;
+}
+
+// Of the tiles of heads that a block may have, all of which give the same bits: the fewest with which all clusters run at once.
+int head_tiles_of(const Plan& plan, int64_t tokens, int64_t heads, int64_t clusters_at_once) {
+  const int most = plan.running ? 1 : plan.tiles == 6 ? 2 : 4;
+  int head_tiles = 1;
+  while (head_tiles < most && heads > kHeadTile * head_tiles && tokens * ((heads - 1) / (kHeadTile * head_tiles) + 1) > clusters_at_once) head_tiles *= 2;
+  return head_tiles;
 }
 
 // ---- launch ------------------------------------------------------------------------------------------------------------
 
-struct Device {
-  int index, processors, major;
-};
-
-// What the chip has, asked for once.
-Device device_of(const Tensor& tensor) {
+// The GPU of a tensor, whose generation is asked for once.
+int device_of(const Tensor& tensor) {
   static std::array<std::once_flag, kDevices> asked;
-  static std::array<Device, kDevices> known;
+  static std::array<int, kDevices> major;
   const int index = tensor.get_device_index();
   DSV4_CHECK(index >= 0 && index < kDevices, kOp, ": device index ", index, " is beyond ", kDevices);
-  std::call_once(asked[index], [&] {
-    Device device = {index, 0, 0};
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, index));
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, index));
-    known[index] = device;
-  });
-  return known[index];
+  std::call_once(asked[index], [&] { STD_CUDA_CHECK(cudaDeviceGetAttribute(&major[index], cudaDevAttrComputeCapabilityMajor, index)); });
+  DSV4_CHECK(major[index] >= 9 && major[index] < 12, kOp, ": needs a GPU of capability 9.0 to 11.x, whose blocks have the shared memory that this takes");
+  return index;
 }
 
+struct Configuration {
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attributes[2] = {};
+
+  Configuration(dim3 grid, int cluster_bits, int bytes, cudaStream_t stream) {
+    config.gridDim = grid, config.blockDim = dim3(kThreads), config.dynamicSmemBytes = static_cast<size_t>(bytes), config.stream = stream;
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {1u << cluster_bits, 1, 1};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // may be launched while the kernel before it ends
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = attributes, config.numAttrs = 2;
+  }
+  Configuration(const Configuration&) = delete;
+};
+
+// The bytes of shared memory that the kernel takes on this device, which it has been allowed.
 template <int head_tiles, int tiles, bool running>
-void launch(const Device& device, const Args& args, dim3 grid, cudaStream_t stream) {
-  constexpr auto kernel = &attend<head_tiles, tiles, running>;
+int allowed_bytes(int device) {
   constexpr int bytes = static_cast<int>(sizeof(Shared<head_tiles, tiles>));
   static_assert(bytes <= 227 << 10, "more than a block of capability 9.0 may have");
   static std::array<std::once_flag, kDevices> said;
-  std::call_once(said[device.index], [&] { STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)); });
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid, config.blockDim = dim3(kThreads), config.dynamicSmemBytes = bytes, config.stream = stream;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {1u << args.cluster_bits, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // may be launched while the kernel before it ends
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attributes, config.numAttrs = 2;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
+  std::call_once(said[device], [] { STD_CUDA_CHECK(cudaFuncSetAttribute(&attend<head_tiles, tiles, running>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)); });
+  return bytes;
 }
 
-void launch_plan(const Plan& plan, const Device& device, const Args& args, dim3 grid, cudaStream_t stream) {
+// With one block on a processor, as these kernels have. Asked for once: it follows from how the chip groups its processors.
+int clusters_at_once(int device, int cluster_bits) {
+  static std::array<std::array<std::once_flag, 4>, kDevices> asked;
+  static std::array<std::array<int, 4>, kDevices> known;
+  int& count = known[device][cluster_bits];
+  std::call_once(asked[device][cluster_bits], [&] {
+    Configuration one(dim3(1u << cluster_bits), cluster_bits, allowed_bytes<4, 5, false>(device), nullptr);
+    one.config.numAttrs = 1;  // the cluster's
+    STD_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, &attend<4, 5, false>, &one.config));
+  });
+  return count;
+}
+
+template <int head_tiles, int tiles, bool running>
+void launch(int device, const Args& args, dim3 grid, cudaStream_t stream) {
+  const Configuration configuration(grid, args.cluster_bits, allowed_bytes<head_tiles, tiles, running>(device), stream);
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&configuration.config, &attend<head_tiles, tiles, running>, args));
+}
+
+void launch_plan(const Plan& plan, int head_tiles, int device, const Args& args, dim3 grid, cudaStream_t stream) {
   if (plan.running) return launch<1, 5, true>(device, args, grid, stream);
-  switch (10 * plan.head_tiles + plan.tiles) {
+  switch (10 * head_tiles + plan.tiles) {
     case 12: return launch<1, 2, false>(device, args, grid, stream);
     case 13: return launch<1, 3, false>(device, args, grid, stream);
     case 15: return launch<1, 5, false>(device, args, grid, stream);
@@ -107,7 +128,7 @@ void launch_plan(const Plan& plan, const Device& device, const Args& args, dim3 
     case 42: return launch<4, 2, false>(device, args, grid, stream);
     case 43: return launch<4, 3, false>(device, args, grid, stream);
     case 45: return launch<4, 5, false>(device, args, grid, stream);
-    default: DSV4_CHECK(false, kOp, ": no kernel for ", plan.head_tiles, " tiles of heads and ", plan.tiles, " of keys");
+    default: DSV4_CHECK(false, kOp, ": no kernel for ", head_tiles, " tiles of heads and ", plan.tiles, " of keys");
   }
 }
 
@@ -171,22 +192,21 @@ std::tuple<Tensor, Tensor> sparse_mla_decode_cluster_cuda(
     DSV4_CHECK(attn_sink->dim() == 1 && attn_sink->size(0) == heads && (args.sink_is_bf16 || attn_sink->scalar_type() == ScalarType::Float), kOp, ": attn_sink must be float32 or bfloat16 [heads]");
     args.sink = attn_sink->const_data_ptr(), args.sink_stride = attn_sink->stride(0);
   }
-  const Device device = device_of(q);
-  DSV4_CHECK(device.major >= 9 && device.major < 12, kOp, ": needs a GPU of capability 9.0 to 11.x, whose blocks have the shared memory that this takes");
-  const torch::stable::accelerator::DeviceGuard guard(device.index);
+  const int device = device_of(q);
+  const torch::stable::accelerator::DeviceGuard guard(device);
   Tensor out = torch::stable::new_empty(q, {tokens, heads, kDim});
   Tensor lse = torch::stable::new_empty(q, {tokens, heads}, ScalarType::Float);
   if (tokens == 0 || heads == 0) return {std::move(out), std::move(lse)};
   args.out = static_cast<__nv_bfloat16*>(out.mutable_data_ptr()), args.lse = static_cast<float*>(lse.mutable_data_ptr());
   args.scale = static_cast<float>(scale) * kLog2E;
   DSV4_CHECK(heads <= (1 << 19) && tokens <= std::numeric_limits<int32_t>::max() / kLargestCluster, kOp, ": ", tokens, " tokens of ", heads, " heads are more than one launch takes");
-  const Plan plan = plan_of(tokens, heads, args.segments[0].tiles + args.segments[1].tiles, device.processors);
+  const Plan plan = plan_of(args.segments[0].tiles + args.segments[1].tiles);
+  const int head_tiles = head_tiles_of(plan, tokens, heads, clusters_at_once(device, plan.cluster_bits)), own_heads = kHeadTile * head_tiles;
   args.heads = static_cast<int>(heads), args.cluster_bits = plan.cluster_bits, args.share = plan.share, args.passes = plan.passes;
-  const int64_t own_heads = kHeadTile * plan.head_tiles;
   const dim3 grid(static_cast<unsigned>(tokens << plan.cluster_bits), static_cast<unsigned>((heads + own_heads - 1) / own_heads));
   void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &stream));
-  launch_plan(plan, device, args, grid, static_cast<cudaStream_t>(stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  launch_plan(plan, head_tiles, device, args, grid, static_cast<cudaStream_t>(stream));
   return {std::move(out), std::move(lse)};
 }
 

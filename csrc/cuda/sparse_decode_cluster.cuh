@@ -231,7 +231,6 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Ar
   const int group = warp % kGroups, half = warp / kGroups;
   if (threadIdx.x == 0) ptx::expect_bytes(&shared.arrivals, Memory::bytes(cluster));
   __syncwarp();
-  ptx::cluster_arrive_relaxed();
 
   const Segment &window = args.segments[0], &records = args.segments[1];
   const int begin = rank * args.share, end = min(begin + args.share, window.tiles + records.tiles);
@@ -246,6 +245,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Ar
   place.aim(args, token, begin + tile, end);
   lengths[0].aim(window.lens, token * window.lens_stride, window.wide_lens, window.width > 0);
   lengths[1].aim(records.lens, token * records.lens_stride, records.wide_lens, records.width > 0);
+  ptx::cluster_arrive_relaxed();
 
   // All that can be under way at once.
   ptx::wait_for_previous_grid();
@@ -255,7 +255,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Ar
   q.load(args, token, first_head, group);
 #pragma unroll
   for (int m = 1; m < kHeadTiles; ++m) Query::prefetch(args, token, first_head + m * kHeadTile, group, half);
-  const float sink = threadIdx.x < Memory::kHeads ? sink_of(args, first_head + static_cast<int>(threadIdx.x)) : 0.0f;
+  const int sink_head = static_cast<int>(threadIdx.x) - (kThreads - Memory::kHeads);  // by other warps than those that find keys
+  const float sink = sink_head >= 0 ? sink_of(args, first_head + sink_head) : 0.0f;
 
   constexpr int kPass = kHalves * kTiles;
   for (int pass = 0, first = begin; pass < (kRunning ? args.passes : 1); ++pass, first += kPass) {
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Ar
     __syncthreads();
     keys.load(shared, half, group);
     keys.store(shared, half, group);
-    if (pass == 0 && threadIdx.x < Memory::kHeads) shared.sink[threadIdx.x] = sink;
+    if (pass == 0 && sink_head >= 0) shared.sink[sink_head] = sink;
 #pragma unroll
     for (int m = 0; m < kHeadTiles; ++m) {
       float logits[kTiles][4] = {};

@@ -7,8 +7,8 @@
 EMULATED_DYNAMIC_SHARED(dsv4_ops::cluster_attention, memory)
 
 int main() {
-  // An H200, one that runs two clusters of 8 at once, one that never runs all, one without clusters, one with little shared memory.
-  emulator::devices = {{232448, 132, 9}, {232448, 32, 9}, {232448, 16, 10}, {166912, 108, 8}, {101376, 84, 12}};
+  // An H200, chips that run two clusters of 8 at once and one, one without clusters, one with little shared memory.
+  emulator::devices = {{232448, 132, 9}, {232448, 16, 9}, {232448, 8, 10}, {166912, 108, 8}, {101376, 84, 12}};
   return emulator::serve_requests([](const emulator::Request& request) -> std::vector<emulator::Tensor> {
     const auto& t = request.tensors;
     const bool extra = request.integers.at(1) != 0, sink = request.integers.at(2) != 0;

@@ -131,6 +131,16 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   return cudaSuccess;
 }
 
+// Of kernels that have a processor to themselves.
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*, const cudaLaunchConfig_t* config) {
+  *clusters = emulator::devices.at(static_cast<size_t>(emulated_device)).processors;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) *clusters /= static_cast<int>(config->attrs[i].val.clusterDim.x);
+  }
+  return cudaSuccess;
+}
+
 struct cudaFuncAttributes {
   size_t sharedSizeBytes;
 };

@@ -195,6 +195,8 @@ class Bench:
         self.replays, self.copy_GBps, self.rows = ColdReplays(), copy_rate(), list[dict[str, Any]]()
         shape = _decode_backends.shape_of(torch.empty(1, 64, DIM, dtype=torch.bfloat16), self.caches[0], torch.empty(1, WINDOW), None, None)
         self.without_clusters = " ".join(str(r) for r in _decode_backends.requirements("cuda", shape, torch.cuda.get_device_capability()) if not r.ok)
+        self.last_round = False
+        """All cases are measured in two rounds, the second one by CLUSTERS alone: a kernel that breaks the context costs no other figure."""
         self.peer, self.without_peer = None, "PEERS_DIR is not set or lacks it"
         folder = os.environ.get("PEERS_DIR")
         try:
@@ -226,7 +228,10 @@ class Bench:
         self.measure("draft_swa_indices, sparse_mla_decode", "draft step", step, providers, lambda i: draft_reference(step.width, sets[i]))
 
     def measure(self, op: str, name: str, case: Case | DraftStep, providers: dict[str, list[Callable[[], Any]]], reference: Callable[[int], Any]) -> None:
-        """A row for each provider: one call for each set. The first and the last are compared with ``reference(set)``."""
+        """A row for each provider of this round: one call for each set. The first and the last are compared with ``reference(set)``."""
+        providers = {name: calls for name, calls in providers.items() if (name == CLUSTERS) == self.last_round}
+        if not providers:
+            return
         right = {i: reference(i)[0].double() for i in (0, SETS - 1)}
 
         def error(result: Any, i: int) -> float:
@@ -307,10 +312,11 @@ def main() -> int:
         results.write(name, env, method=METHOD, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
 
     with results.measuring("attention", os.environ.get("ATTENTION_TOKENS"), record):
-        for seed, case in enumerate(wanted):
-            bench.run(case, seed)
-        for seed, step in enumerate(step for step in draft_steps() if chosen(step.requests)):
-            bench.run_draft(step, seed)
+        for bench.last_round in (False, True):
+            for seed, case in enumerate(wanted):
+                bench.run(case, seed)
+            for seed, step in enumerate(step for step in draft_steps() if chosen(step.requests)):
+                bench.run_draft(step, seed)
     for row in bench.rows:
         p = row["params"]
         print(f"{row['case']:24} {p['heads']:4} heads {p['tokens']:4} tokens {p['width']:4} columns {row['provider']:26} {row.get('us_p50', row.get('skipped', 'WRONG'))!s:>9} hot {row.get('hot_us', '-')!s:>8} floor {row['floor_us']:6} err {row.get('rel_err')}")

@@ -39,7 +39,7 @@ SOAK_SHARE = 0.6
 """Of its time; in the rest the requests are served alone, to compare."""
 METHOD = (
     f"wall time of serving; {os.cpu_count()} cores. shipped requests: each mode serves all of them, padded to one size for --verify, whose time is not in seconds. soak: see soak(). "
-    "decode step: wall time of steps in which eight requests decode; kernels (copies and fills included) and gpu_us by torch.profiler. profile: an eager engine, whose kernels a graph holds as they are"
+    "decode step: wall time of steps in which eight requests decode; kernels (copies and fills included) and gpu_us by torch.profiler; replay_us: its graphs replayed back to back, so all of it that is no work of the host. profile: an eager engine, whose kernels a graph holds as they are"
 )
 
 
@@ -233,6 +233,7 @@ def step_rows(name: str, folder: Path, device: str, modes: Sequence[str], prompt
             tokens = [s.tokens for s in sorted(engine.scheduler.running, key=lambda s: s.request.index)]
             first = first or tokens
             error = logits_error(engine) if by_torch else 0.0
+            found |= replays_of(engine)
             ok = error <= (2.0**-12 if model.dtype == torch.float32 else 2.0**-4) and (by_torch or tokens == first)
             del engine
             free(device)
@@ -276,6 +277,24 @@ def kernels_of(engine: Any, device: str, steps: int = 4) -> dict[str, Any]:
         torch.cuda.synchronize()
     events = [e for e in profiled.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     return {"kernels": round(len(events) / steps, 1), "gpu_us": round(sum(e.time_range.elapsed_us() for e in events) / steps, 1)}
+
+
+def replays_of(engine: Any, times: int = 50) -> dict[str, Any]:
+    """Microseconds of a decode step's graphs alone, one after another on the GPU: what of a step is no work of the host, the gaps between kernels
+    included, which ``gpu_us`` is not. The engine is of no use after it."""
+    size = engine.config.padded_tokens(len(engine.scheduler.running) * engine.config.tokens_per_decode)
+    if size not in engine.config.cudagraph_capture_sizes:
+        return {}
+    graphs = [step._graphs.get(size) for step in engine.executor.pool.steps.values()]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for i in range(times + 3):
+        if i == 3:
+            start.record()
+        for graph in graphs:
+            graph.replay()
+    end.record()
+    end.synchronize()
+    return {"replay_us": round(1000 * start.elapsed_time(end) / times, 1)}
 
 
 # Where the time goes

@@ -86,6 +86,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("lane-verify-allow", "a verifier that allows ambient ops binds nothing", "passes/verify.py", 'self.handles_lanes = ambient != "allow"', "self.handles_lanes = True", "tests/test_lane_warnings.py -k through"),
     # Captured steps.
     Mutation("padding-left", "rows behind those given are filled in every call", "dsv4_ops/graphs.py", "buffer[given.shape[0] :].fill_(spec.pad)", "pass", "tests/test_graphs.py -k written_whole"),
+    Mutation("staged-early", "memory is staged again only after its copy", "dsv4_ops/_step_inputs.py", "self._copied.synchronize()", "pass", "tests/test_graphs.py -k staged_again"),
+    Mutation("staged-left", "staged inputs begin as padding", "dsv4_ops/_step_inputs.py", "            staged._data.copy_(padding)\n", "", "tests/test_graphs.py -k padding_to_write"),
+    Mutation("follow-stale", "a step does not follow a call that was written over", "dsv4_ops/graphs.py", "return outputs.inputs(), outputs.read()", "return outputs._inputs, outputs._value", "tests/test_graphs.py -k in_place"),
+    Mutation("follow-live", "a step that follows warms up on padding", "dsv4_ops/graphs.py", "given = self.leader._run_padding(size)", "given = self._inputs(size)", "tests/test_graphs.py -k warms_up"),
+    Mutation("host-tensors", "a step's inputs are no small tensors of the host", "dsv4_ops/engine/step.py", "        step.seq_lens[i] = ", "        step.seq_lens[i] = torch.zeros(()) + ", "tests/test_engine_host.py -k read"),
     Mutation("stale-read", "outputs of an earlier call are refused", "dsv4_ops/graphs.py", "return self._writes != self._step._writes", "return False", "tests/test_graphs.py -k run_again"),
     Mutation("own-lane", "a step runs in its lane", "dsv4_ops/graphs.py", "use_workspace_lane(self.lane), use_workspace_ubatch", "use_workspace_ubatch", "tests/test_graphs.py -k own_lane"),
     Mutation("pool-locks", "captured pools lock the workspace", "dsv4_ops/graphs.py", "                self.manager.lock(self)\n", "", "tests/test_graphs.py -k locks"),

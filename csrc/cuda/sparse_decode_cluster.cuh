@@ -262,11 +262,10 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Ar
   for (int pass = 0, first = begin; pass < (kRunning ? args.passes : 1); ++pass, first += kPass) {
     const int last = min(end, first + kPass), live0 = kRunning ? live_tiles(window, lengths[0]) : 0, live1 = kRunning ? window.tiles + live_tiles(records, lengths[1]) : 0;
     const bool idle = kRunning && pass > 0 && first >= min(last, live0) && max(first, window.tiles) >= min(last, live1);  // nothing but masked columns
-    if (pass > 0) __syncthreads();  // all sums of the pass before are made
     if (!idle && finds) shared.rows[threadIdx.x] = place.find(place.second ? lengths[1].value() : lengths[0].value());
     if (kRunning && finds) place.aim(args, token, first + kPass + tile, end), place.index.ask();  // for the next pass
     if (idle) continue;
-    __syncthreads();
+    __syncthreads();  // and all sums of the pass before are made
     keys.load(shared, half, group);
     keys.store(shared, half, group);
     if (pass == 0 && sink_head >= 0) shared.sink[sink_head] = sink;

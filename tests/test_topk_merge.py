@@ -6,6 +6,7 @@ Samples: test_triton.py and test_every_op.py. By hand, and shards against the un
 from __future__ import annotations
 
 import importlib.util
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,10 +71,23 @@ def test_the_pytorch_path_is_the_reference_in_any_order(kind: str) -> None:
             same_bits(_topk_merge_reference(values[:, order].to(dtype), indices[:, order], k), expected, "the reference itself")
 
 
-@pytest.mark.parametrize("kind", ["ties", "special", "any bits", "one value", "mostly NaN"])
+def merge_in_small_blocks(kind: str) -> None:
+    """Every boundary between blocks, and k at each side of the candidates; kinds take turns, because the interpreter sorts slowly."""
+    from dsv4_ops._triton import topk_merge as kernels
+
+    sizes = ((31, 30), (32, 32), (33, 16), (64, 7), (65, 64), (95, 96), (200, 1), (200, 33), (130, 129))
+    with patch.object(kernels, "WIDEST", 32):
+        merge_draws(kind, "cpu", 2, sizes[KINDS.index(kind) % 3 :: 3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_draws_interpreted(kind: str, interpreter: Interpreter) -> None:
-    """Rows of one block and of two; the interpreter sorts slowly, so k is small."""
-    interpreter(merge_draws, kind, "cpu", 2, ((1100, 100), (4500, 60), (150, 190)))
+    interpreter(merge_in_small_blocks, kind)
+
+
+def test_blocks_of_full_size_interpreted(interpreter: Interpreter) -> None:
+    """Nearly all scores of a row are one: the cut lies among indices, in both blocks."""
+    interpreter(merge_draws, "few above a sea", "cpu", 2, ((4500, 90), (4096, 60)))
 
 
 def test_the_largest_k_interpreted(interpreter: Interpreter) -> None:

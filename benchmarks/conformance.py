@@ -305,7 +305,7 @@ def run_provider(name: str, case_s: float = CASE_S, start_s: float = START_S) ->
         while True:
             path = Path(folder) / f"{first}.jsonl"
             with (Path(folder) / "log").open("w") as log:
-                process = subprocess.Popen([sys.executable, "-m", "benchmarks.conformance", "--run", name, str(first), str(path)], cwd=results.ROOT, stdout=log, stderr=log)
+                process = subprocess.Popen([sys.executable, "-m", "benchmarks.conformance", "--run", name, str(first), str(path)], cwd=results.ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
                 seen, since = 0, time.monotonic()
                 while process.poll() is None:
                     time.sleep(0.05)

@@ -261,7 +261,7 @@ def outcome(tool: str, code: int | None, output: str, seconds: float) -> dict[st
 
 def run_tools(command: str, tools: list[str], found: list[list[str]]) -> list[dict[str, Any]]:
     """Every share under every tool, each in a process of its own; a row for each, tools in their order."""
-    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY", "OMP_NUM_THREADS": "1"}
     end = time.perf_counter() + float(os.environ.get("SANITIZER_SECONDS") or results.allowed_s(170))
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())

@@ -96,7 +96,7 @@ struct Block {
   char* shared = nullptr;  // the OS thread's part of the program's thread-local memory
   size_t dynamic_begin = 0, dynamic_end = 0, dynamic_room = 0;  // places in it; past the end nothing may be touched
   std::vector<uint8_t> initialized;
-  std::vector<Word> words;
+  Word* words = nullptr;  // most are never touched, and take no memory
   std::map<uint32_t, int64_t> expected;  // bytes that are still to come, by the place of their counter
 
   jmp_buf scheduler;

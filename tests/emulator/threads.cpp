@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -254,7 +255,8 @@ void start_worker(Block& block, unsigned rank) {
   }).detach();
   block.turn.wait(lock, [&] { return !block.runs; });
   block.initialized.resize(thread_local_bytes() / 4 + 1);
-  block.words.resize(thread_local_bytes() / 4 + 1);
+  block.words = static_cast<Word*>(calloc(thread_local_bytes() / 4 + 1, sizeof(Word)));
+  if (block.words == nullptr) fail("no memory");
 }
 
 // ---- launches ------------------------------------------------------------------------------------------------------------

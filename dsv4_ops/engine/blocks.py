@@ -89,7 +89,8 @@ class KVGroup:
 
     def grow(self, table: BlockTable, end: int) -> None:
         """Allocate up to position ``end`` (exclusive). The caller has made sure that the pool has the blocks."""
-        table.blocks.extend(self.pool.take() for _ in range(self.missing(table, end)))
+        for _ in range(self.missing(table, end)):
+            table.blocks.append(self.pool.take())
 
     def evict(self, table: BlockTable, next_position: int) -> None:
         """Give back blocks that no query at ``next_position`` or later can see. Their table entries become null."""

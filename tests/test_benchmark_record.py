@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from benchmarks import gpu_tests, record, results
 ROOT = Path(__file__).resolve().parents[1]
 WRITES = "import os, pathlib; pathlib.Path(os.environ['FOLDER'], {!r}).write_text(os.environ['TOPIC_SECONDS'])"
 GOOD = WRITES.format("good.json")
-PART = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\ntry: time.sleep(60)\nfinally: " + WRITES.format(
+PART = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up', flush=True)\ntry: time.sleep(60)\nfinally: " + WRITES.format(
     "slow-part.json"
 )
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('no', flush=True)); print('up', flush=True)\nwhile True: time.sleep(1)"
@@ -63,8 +64,8 @@ def summary(said: str) -> dict[str, str]:
 def test_a_topic_that_fails_or_hangs_costs_no_other_one(recorded: Recorded, tmp_path: Path) -> None:
     code, said = recorded(
         "bad",
-        "slow=2",
-        "stubborn=2",
+        "slow=4",
+        "stubborn=4",
         "good",
         bad=topic("print('why'); raise SystemExit(3)"),
         slow=topic(PART, 60),
@@ -74,7 +75,7 @@ def test_a_topic_that_fails_or_hangs_costs_no_other_one(recorded: Recorded, tmp_
     lines = summary(said)
     assert code == 1 and list(lines) == ["bad", "slow", "stubborn", "good"], "in the order asked for"
     assert lines["bad"].startswith("3 ") and lines["bad"].endswith("no result")
-    assert lines["slow"].startswith("143 ") and lines["slow"].endswith("slow-part.json (stopped after 2 s)")
+    assert lines["slow"].startswith("143 ") and lines["slow"].endswith("slow-part.json (stopped after 4 s)")
     assert lines["stubborn"].startswith("-9 ") and lines["good"].endswith("good.json")
     assert (tmp_path / "gpu" / "logs" / "bad.log").read_text() == "why\n"
     assert (tmp_path / "gpu" / "logs" / "stubborn.log").read_text() == "up\nno\n", "asked first"
@@ -93,11 +94,11 @@ def test_the_archive_is_whole_after_every_topic(recorded: Recorded, tmp_path: Pa
 
 
 def test_a_topic_that_does_not_fit_any_more_is_left_out_and_named(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIMIT_S", "6")
-    code, said = recorded(first=topic("import time; time.sleep(2)", 2), long=topic(GOOD, 4), short=topic(GOOD, 1))
+    monkeypatch.setenv("LIMIT_S", "10")
+    code, said = recorded(first=topic("import time; time.sleep(2)", 2), long=topic(GOOD, 8), short=topic(GOOD, 1))
     lines = summary(said)
     assert code == 1 and lines["first"].startswith("0 ") and lines["short"].startswith("0 ")
-    assert "left out: " in lines["long"] and lines["long"].endswith("s are left, it takes 4")
+    assert "left out: " in lines["long"] and lines["long"].endswith("s are left, it takes 8")
 
 
 def test_a_limit_is_cut_to_what_is_left(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +159,9 @@ sys.exit(record.main([]))
     )
     assert process.stdout is not None
     assert "slow begins" in process.stdout.readline()
-    time.sleep(1)
+    while "up" not in (tmp_path / "logs" / "slow.log").read_text():
+        assert process.poll() is None
+        time.sleep(0.1)
     process.terminate()
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 143 and "slow-part.json" in summary(said)["slow"] and "never" not in summary(said)
@@ -230,9 +233,13 @@ def written(tmp_path: Path, name: str) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_gpu_only_leaves_out_what_runs_without_one(tmp_path: Path, workers: str) -> None:
-    process = suite(tmp_path, "--gpu-only", "-n", workers, FAIL="1")
+SERIAL = ("-n0",) if importlib.util.find_spec("xdist") else ()
+needs_xdist = pytest.mark.skipif(not SERIAL, reason="pytest-xdist is not installed")
+
+
+@pytest.mark.parametrize("workers", [pytest.param(SERIAL, id="one process"), pytest.param(("-n2",), id="two workers", marks=needs_xdist)])
+def test_gpu_only_leaves_out_what_runs_without_one(tmp_path: Path, workers: tuple[str, ...]) -> None:
+    process = suite(tmp_path, "--gpu-only", *workers, FAIL="1")
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 1, said
     facts = written(tmp_path, "tests")
@@ -244,7 +251,7 @@ def test_gpu_only_leaves_out_what_runs_without_one(tmp_path: Path, workers: str)
 
 
 def test_a_stopped_run_says_what_passed_and_what_it_did_not_come_to(tmp_path: Path) -> None:
-    process = suite(tmp_path, "-n0", SLOW="60")
+    process = suite(tmp_path, *SERIAL, SLOW="60")
     while not (tmp_path / "slow").exists():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.1)
@@ -285,6 +292,7 @@ def test_a_whole_result_takes_the_place_of_its_part(tmp_path: Path, monkeypatch:
     assert whole.exists() and not part.exists()
 
 
+@needs_xdist
 def test_a_worker_whose_context_is_broken_is_replaced_and_the_others_tests_run(tmp_path: Path) -> None:
     """A toy of a context: once a test has broken it, every synchronization of that process fails."""
     (tmp_path / "conftest.py").write_text("import torch\nbroken = []\ntorch.cuda.is_initialized = lambda: True\ndef synchronize():\n    if broken: raise RuntimeError('CUDA error')\ntorch.cuda.synchronize = synchronize\n")

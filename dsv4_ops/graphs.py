@@ -194,6 +194,7 @@ class GraphStep:
         self._tree: Any = None
         self._views: dict[int, Any] = {}
         self._streams: set[tuple[torch.cuda.Stream, int]] = set()
+        self._followers: list[FollowingStep] = []
 
     def __call__(self, *inputs: torch.Tensor) -> StepOutputs:
         """Run the step on ``inputs`` (on its device or the CPU), in the order of its specification.
@@ -235,8 +236,13 @@ class GraphStep:
             return self._call(tuple(padded))
 
     def reset(self) -> None:
-        """Drop the graphs (:meth:`GraphPool.capture` makes new ones) and their hold on scratch. Waits for the device."""
+        """Drop the graphs (:meth:`GraphPool.capture` makes new ones) and their hold on scratch. Waits for the device.
+
+        So do the steps that follow this one: their graphs hold the addresses of its outputs.
+        """
         with self.pool._mutex:
+            for follower in self._followers:
+                follower.reset()
             if self.pool.device.type == "cuda":
                 torch.cuda.synchronize(self.pool.device)
             self._graphs.clear()
@@ -449,6 +455,7 @@ class FollowingStep(GraphStep):
     def __init__(self, leader: GraphStep, name: str, function: Callable[..., Any], lane: int) -> None:
         super().__init__(leader.pool, name, function, {}, leader.sizes, lane, leader.max_size)
         self.leader = leader
+        leader._followers.append(self)
 
     def __call__(self, outputs: StepOutputs) -> StepOutputs:  # type: ignore[override]
         """Run the step after the call of the other that left ``outputs``; at the same size, without a copy.

@@ -259,6 +259,19 @@ def test_a_follower_warms_up_on_padding(pool: GraphPool) -> None:
     assert outputs.is_stale
 
 
+def test_graphs_of_a_follower_go_with_those_of_its_leader(pool: GraphPool) -> None:
+    """They hold the addresses of its outputs, which may be others after its next capture."""
+    rows = [2]
+    target = pool.step("target", lambda x, ids: {"y": x.repeat(rows[0], 1), "next": [ids + 1]}, INPUTS, sizes=(2,))
+    draft = pool.follow(target, "draft", lambda inputs, outputs: outputs["y"] * 2)
+    pool.capture()
+    rows[0] = 3
+    target.reset()
+    pool.capture()
+    x, ids = some(2)
+    assert torch.equal(draft(target(x, ids)).read(), x.repeat(3, 1) * 2)
+
+
 def test_what_does_not_follow_is_refused(pool: GraphPool, manager: WorkspaceManager) -> None:
     target, other = pool.step("target", lead, INPUTS, sizes=(2,)), pool.step("other", lead, INPUTS, sizes=(2,))
     draft = pool.follow(target, "draft", trail)

@@ -53,7 +53,7 @@ TOPICS = {
     "storm": Topic(STORM, 80, timing=False, env={"DSV4_OPS_STORM": "1000000"}),
     "topk": Topic(_module("topk"), 75),
     "kernels": Topic(_module("kernels"), 65),
-    "attention": Topic(_module("attention"), 70),
+    "attention": Topic(_module("attention"), 90),
     "engine": Topic(_module("engine"), 200),
     "bench": Topic(_module("bench"), 35),
     "lanes": Topic(_module("lanes"), 30),

@@ -163,6 +163,21 @@ def test_same_bits_in_every_order(plan: tuple[int, ...]) -> None:
         compare("topk", sample, order=order, device=device)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_with_other_bounds(order: str) -> None:
+    """One block of a cluster holds most of the winners, all equal: its bound is theirs, and the others list what they have of them."""
+    device, rows, width, k = cheapest((RESIDENT, 512, 2, 8))
+    logits = torch.ones(rows, width)
+    logits[:, torch.arange(width) // 32 % 8 == 3] = 2.0  # chunks of 32 columns are dealt out in turn
+    logits[:, 7::701] = 2.0
+    compare("topk", Sample("two values", (logits, torch.full((rows,), width), k)), order=order, device=device)
+
+
+def test_lengths_of_64_bits() -> None:
+    lengths = torch.tensor([-(2**32) + 7, 2**32 + 1, -(2**63), 2**63 - 1])
+    compare("topk", Sample("int64 lengths", (torch.arange(80.0).reshape(4, 20), lengths, 5)))
+
+
 def test_host_checks_come_first() -> None:
     logits, lengths = torch.zeros(3, 8), torch.ones(3, dtype=torch.int32)
     for args, words in (

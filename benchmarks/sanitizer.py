@@ -133,7 +133,7 @@ def sampling_cases(name: str) -> Iterator[Sample]:
 
 
 def decode_cases(_name: str) -> Iterator[Sample]:
-    """The CUDA kernels, where they can run: 16, 32 and 64 heads a block, clusters of 1 to 8, keys in one pass and in several, rows of either kind."""
+    """The CUDA kernels, where they can run: 16, 32 and 64 heads a block, clusters of 2 to 8, keys in one pass and in several, rows of either kind."""
     pages = _decode_backends.Pages()
     arch = _decode_backends.device_arch(torch.device("cuda"))
     if not all(r.ok for r in _decode_backends.requirements("cuda", _decode_backends.DecodeShape(64, torch.bfloat16, 128, pages, 512, pages), arch)):

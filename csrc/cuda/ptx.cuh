@@ -84,8 +84,8 @@ __device__ __forceinline__ void send(uint32_t to, float a, float b) {
 __device__ __forceinline__ void send(uint32_t to, uint2 pair) { send(to, __uint_as_float(pair.x), __uint_as_float(pair.y)); }
 
 // Sends that are counted where they arrive: a block expects so many bytes, once, and waits for them. `arrivals` is a word of shared memory
-// that one thread of the block makes ready before it arrives at a cluster barrier; behind that barrier other blocks may send. From
-// capability 9.0.
+// that one thread of the block makes ready before it arrives at a cluster barrier; behind that barrier other blocks may send, and the block
+// itself. In a cluster of one block st.async is undefined. From capability 9.0.
 __device__ __forceinline__ void expect_bytes(uint64_t* arrivals, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(arrivals)) : "memory");

@@ -38,9 +38,11 @@ struct Plan {
 };
 
 // How keys are dealt out follows from widths alone. A block of the largest cluster that has more keys than it holds takes them in
-// several passes; elsewhere, clusters are as small as leaves 6 tiles a block, since what blocks send grows with their number.
+// several passes; elsewhere, clusters are as small as leaves 6 tiles a block, since what blocks send grows with their number. Two blocks at
+// least: counted sends are for clusters of more than one.
 Plan plan_of(int64_t tiles) {
   Plan plan = {};
+  plan.cluster_bits = 1;
   while (plan.cluster_bits < 3 && tiles > 6 << plan.cluster_bits) ++plan.cluster_bits;
   plan.share = static_cast<int>((tiles + (1 << plan.cluster_bits) - 1) >> plan.cluster_bits);
   plan.running = plan.share > 12;

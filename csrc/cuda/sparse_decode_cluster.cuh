@@ -1,4 +1,4 @@
-// Sparse MLA decode in one launch: a cluster of up to 8 blocks for each token and 16, 32 or 64 of its heads.
+// Sparse MLA decode in one launch: a cluster of 2 to 8 blocks for each token and 16, 32 or 64 of its heads.
 //
 // Keys of both segments, in tiles of 8, are dealt out evenly to the blocks of the cluster, so that a block has all of its keys under way
 // at once. 8 pairs of warps own 64 columns each, one scale group of the FP8 layout; either warp of a pair has half of the keys. What
@@ -293,8 +293,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Ar
   ptx::wait_for_bytes(&shared.arrivals);
   if (cluster == 8) return combine<8>(args, token, first_head, rank, shared);
   if (cluster == 4) return combine<4>(args, token, first_head, rank, shared);
-  if (cluster == 2) return combine<2>(args, token, first_head, rank, shared);
-  combine<1>(args, token, first_head, rank, shared);
+  combine<2>(args, token, first_head, rank, shared);
 #endif
 }
 

@@ -40,7 +40,7 @@ struct Args {
   __nv_bfloat16* out;
   float* lse;
   float scale;  // of base-2 logarithms
-  int heads, cluster_bits;  // blocks of a cluster: 1, 2, 4 or 8
+  int heads, cluster_bits;  // blocks of a cluster: 2, 4 or 8
   int share, passes;        // tiles of a block, and in how many parts it takes them
 };
 

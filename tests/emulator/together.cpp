@@ -261,6 +261,7 @@ void expect_bytes(uint64_t* arrivals, uint32_t bytes) {
 
 void send_counted(uint32_t to, const void* from, uint32_t bytes, uint32_t arrivals) {
   const Place place = HERE;
+  if (in_cluster < 2) report(place, "st.async in a cluster of one block");
   if (to >> kPlaceBits != arrivals >> kPlaceBits) report(place, "st.async with its counter in another block");
   void* const target = shared_pointer(nullptr, to);
   Block& block = blocks[(arrivals >> kPlaceBits) - 1];

@@ -123,7 +123,7 @@ def test_a_sound_kernel_passes(blocks: int) -> None:
 
 def test_counted_sends_are_for_clusters() -> None:
     """PTX leaves st.async undefined in a cluster of one block, to itself too."""
-    with pytest.raises(EmulatorError, match="st.async in a cluster of one block"):
+    with pytest.raises(EmulatorError, match=r"st\.async in a cluster of one block"):
         driver("primitives")("rotate", [rows()], [1, 0])
 
 

@@ -202,8 +202,9 @@ __device__ __forceinline__ void combine(const Args& args, int64_t token, int fir
     }
     const float level = total == 0.0f ? -kInfinity : top + log2f(total);
     const float share = total == 0.0f ? 0.0f : __fdividef(1.0f, rounded * (1.0f + exp2f(kLog2E * shared.sink[row] - level)));
-    const uint2 result = {pack(sums[0] * share, sums[1] * share), pack(sums[2] * share, sums[3] * share)};
-    *reinterpret_cast<uint2*>(args.out + (token * args.heads + head) * kDim + kOwnColumns * (rank * kOwned + column) + 4 * quad) = result;
+    const uint64_t low = pack(sums[0] * share, sums[1] * share), high = pack(sums[2] * share, sums[3] * share);
+    // One store: nvcc makes two of a uint2.
+    *reinterpret_cast<uint64_t*>(args.out + (token * args.heads + head) * kDim + kOwnColumns * (rank * kOwned + column) + 4 * quad) = high << 32 | low;
     if (rank == 0 && column == 0 && quad == 0) args.lse[token * args.heads + head] = kLn2 * level;
   }
 }

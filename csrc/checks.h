@@ -19,7 +19,7 @@ inline void check_index(const char* op, const char* name, const torch::stable::T
   DSV4_CHECK(tensor.scalar_type() == ScalarType::Int || tensor.scalar_type() == ScalarType::Long, op, ": ", name, " must be int32 or int64");
 }
 
-// A workspace lane, or -1 for the ambient one (MAX_LANES in dsv4_ops/workspace.py), also where a kernel takes no scratch.
+// A workspace lane, or -1 for the ambient one (MAX_LANES in dsv4_ops/lane_context.py), also where a kernel takes no scratch.
 inline void check_lane(const char* op, int64_t lane) { DSV4_CHECK(lane >= -1 && lane < 16, op, ": lane must be between -1 and 15, got ", lane); }
 
 // The last dimension is dense; every other stride is free.

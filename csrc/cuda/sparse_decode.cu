@@ -1,6 +1,6 @@
 // Sparse MLA decode on NVIDIA GPUs of capability 9.0 to 11.x, host side: checks, the plan and the launch of
 // sparse_decode_cluster.cuh. dsv4_ops/_decode_backends.py says, in words for users, what the checks here repeat.
-#include "../checks.h"
+#include "per_device.h"
 #include "sparse_decode_cluster.cuh"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <mutex>
 #include <optional>
 #include <tuple>
 
@@ -26,7 +25,6 @@ namespace {
 using namespace cluster_attention;
 
 constexpr const char* kOp = "sparse_mla_decode_cluster";
-constexpr int kDevices = 64;
 constexpr int64_t kMostTiles = 1 << 26;  // of a row: 2^29 columns, so that nothing about columns overflows
 
 // ---- plan --------------------------------------------------------------------------------------------------------------
@@ -63,12 +61,14 @@ int head_tiles_of(const Plan& plan, int64_t tokens, int64_t heads, int64_t clust
 
 // The GPU of a tensor, whose generation is asked for once.
 int device_of(const Tensor& tensor) {
-  static std::array<std::once_flag, kDevices> asked;
-  static std::array<int, kDevices> major;
-  const int index = tensor.get_device_index();
-  DSV4_CHECK(index >= 0 && index < kDevices, kOp, ": device index ", index, " is beyond ", kDevices);
-  std::call_once(asked[index], [&] { STD_CUDA_CHECK(cudaDeviceGetAttribute(&major[index], cudaDevAttrComputeCapabilityMajor, index)); });
-  DSV4_CHECK(major[index] >= 9 && major[index] < 12, kOp, ": needs a GPU of capability 9.0 to 11.x, whose blocks have the shared memory that this takes");
+  static PerDevice<int> known;
+  const int index = checked_device(kOp, tensor);
+  const int major = known.get(index, [&] {
+    int found = 0;
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&found, cudaDevAttrComputeCapabilityMajor, index));
+    return found;
+  });
+  DSV4_CHECK(major >= 9 && major < 12, kOp, ": needs a GPU of capability 9.0 to 11.x, whose blocks have the shared memory that this takes");
   return index;
 }
 
@@ -92,22 +92,24 @@ template <int head_tiles, int tiles, bool running>
 int allowed_bytes(int device) {
   constexpr int bytes = static_cast<int>(sizeof(Shared<head_tiles, tiles>));
   static_assert(bytes <= 227 << 10, "more than a block of capability 9.0 may have");
-  static std::array<std::once_flag, kDevices> said;
-  std::call_once(said[device], [] { STD_CUDA_CHECK(cudaFuncSetAttribute(&attend<head_tiles, tiles, running>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)); });
+  static PerDevice<bool> said;
+  said.get(device, [] {
+    STD_CUDA_CHECK(cudaFuncSetAttribute(&attend<head_tiles, tiles, running>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    return true;
+  });
   return bytes;
 }
 
 // With one block on a processor, as these kernels have. Asked for once: it follows from how the chip groups its processors.
 int clusters_at_once(int device, int cluster_bits) {
-  static std::array<std::array<std::once_flag, 4>, kDevices> asked;
-  static std::array<std::array<int, 4>, kDevices> known;
-  int& count = known[device][cluster_bits];
-  std::call_once(asked[device][cluster_bits], [&] {
+  static std::array<PerDevice<int>, 4> known;  // by cluster_bits
+  return known[cluster_bits].get(device, [&] {
+    int count = 0;
     Configuration one(dim3(1u << cluster_bits), cluster_bits, allowed_bytes<4, 5, false>(device), nullptr);
     one.config.numAttrs = 1;  // the cluster's
     STD_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, &attend<4, 5, false>, &one.config));
+    return count;
   });
-  return count;
 }
 
 template <int head_tiles, int tiles, bool running>

@@ -6,6 +6,7 @@
 // one row or launch to the next, and no block waits for another outside the hardware's cluster barrier.
 #include "../topk_checks.h"
 #include "../topk_plan.h"
+#include "per_device.h"
 #include "topk_listed.cuh"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -14,9 +15,7 @@
 #include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <array>
 #include <limits>
-#include <mutex>
 #include <optional>
 #include <tuple>
 
@@ -31,8 +30,6 @@ using namespace topk_kernels;
 
 constexpr int64_t kEagerColumns = int64_t{1} << 20;  // of all rows: below, reading dead columns costs less than waiting for lengths
 
-constexpr int kDevices = 64;
-
 struct Device {
   TopkDevice sizes;
   int index;
@@ -40,29 +37,28 @@ struct Device {
 
 // Sizes of the chip, asked for once.
 Device device_of(const Tensor& tensor) {
-  static std::array<std::once_flag, kDevices> asked;
-  static std::array<TopkDevice, kDevices> known;
-  const int index = tensor.get_device_index();
-  DSV4_CHECK(index >= 0 && index < kDevices, "topk: device index ", index, " is beyond ", kDevices);
-  std::call_once(asked[index], [&] {
+  static PerDevice<TopkDevice> known;
+  const int index = checked_device("topk", tensor);
+  const TopkDevice& sizes = known.get(index, [&] {
     int shared = 0, processors = 0, major = 0;
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index));
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
-    known[index] = TopkDevice{shared, processors, major < 9 ? 1 : major <= 10 ? 16 : 8};
+    return TopkDevice{shared, processors, major < 9 ? 1 : major <= 10 ? 16 : 8};
   });
-  return {known[index], index};
+  return {sizes, index};
 }
 
 // `kernel` may take all of a block's shared memory and the largest clusters: said once for each device, for good.
 template <auto kernel>
 void allow_all(const Device& device) {
-  static std::array<std::once_flag, kDevices> said;
-  std::call_once(said[device.index], [&] {
+  static PerDevice<bool> said;
+  said.get(device.index, [&] {
     cudaFuncAttributes own = {};
     STD_CUDA_CHECK(cudaFuncGetAttributes(&own, kernel));
     STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(device.sizes.shared_bytes - static_cast<int64_t>(own.sharedSizeBytes))));
     if (device.sizes.largest_cluster > 8) STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    return true;
   });
 }
 

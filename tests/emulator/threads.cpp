@@ -73,16 +73,19 @@ void stop() {
   _exit(3);
 }
 
-void report(Place place, const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
+[[noreturn]] void report_all(Place place, const char* format, va_list arguments) {
   say("emulator: ");
   vfprintf(stderr, format, arguments);
-  va_end(arguments);
   if (current != nullptr) say_thread(*current);
   if (place != 0) say(" at @%x", place);
   say("\n");
   stop();
+}
+
+void report(Place place, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  report_all(place, format, arguments);
 }
 
 void hang(Place place) {
@@ -96,12 +99,7 @@ void hang(Place place) {
 void fail(const char* what, ...) {
   va_list arguments;
   va_start(arguments, what);
-  say("emulator: ");
-  vfprintf(stderr, what, arguments);
-  va_end(arguments);
-  if (current != nullptr) say_thread(*current);
-  say("\n");
-  stop();
+  report_all(0, what, arguments);
 }
 
 // ---- switching -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .elements import narrowed, reached
 from .launching import compile_once, wait_for_inputs
 from .launching import launch as start
 
@@ -59,14 +60,12 @@ def topk_kernel(
         begin = tl.full((), 0, tl.int64)
         while begin < length:
             _columns, _scores, keys = _load(row_ptr, begin, length, BLOCK, BITS)
-            reach_1 += (keys >= bound + step).to(tl.int32)
-            reach_2 += (keys >= bound + step + step).to(tl.int32)
-            reach_3 += (keys >= bound + step + step + step).to(tl.int32)
+            more_1, more_2, more_3 = reached(keys, bound, step)
+            reach_1 += more_1
+            reach_2 += more_2
+            reach_3 += more_3
             begin += BLOCK
-        count_1, count_2, count_3 = tl.sum(reach_1), tl.sum(reach_2), tl.sum(reach_3)
-        above = tl.where(count_3 >= k, above, tl.where(count_2 >= k, count_3, tl.where(count_1 >= k, count_2, count_1)))
-        steps = (count_1 >= k).to(tl.int32) + (count_2 >= k).to(tl.int32) + (count_3 >= k).to(tl.int32)
-        bound += steps * step
+        bound, above = narrowed(bound, above, step, tl.sum(reach_1), tl.sum(reach_2), tl.sum(reach_3), k)
         step = step >> 2
 
     # Columns above the bound and the first ``k - above`` equal to it, in order. One running sum counts both: a block has

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .elements import fp32_bits
+from .elements import fp32_bits, narrowed, reached
 from .launching import compile_once, launch, wait_for_inputs
 
 WIDEST = 4096  # candidates of a block: all, of 8 ranks with k = 512
@@ -56,20 +56,16 @@ def _cut(values_ptr, indices_ptr, candidates, level, wanted, SECOND: tl.constexp
     above = tl.full((), 0, tl.int32)
     step = tl.where(candidates > wanted, 1 << 30, 0)
     while step > 0:
-        reach_1 = (held >= bound + step).to(tl.int32)
-        reach_2 = (held >= bound + step + step).to(tl.int32)
-        reach_3 = (held >= bound + step + step + step).to(tl.int32)
+        reach_1, reach_2, reach_3 = reached(held, bound, step)
         begin = zero + BLOCK
         while begin < candidates:
             keys = _keys(values_ptr, indices_ptr, begin, candidates, level, SECOND, VALUE_STRIDE, INDEX_STRIDE, BLOCK)
-            reach_1 += (keys >= bound + step).to(tl.int32)
-            reach_2 += (keys >= bound + step + step).to(tl.int32)
-            reach_3 += (keys >= bound + step + step + step).to(tl.int32)
+            more_1, more_2, more_3 = reached(keys, bound, step)
+            reach_1 += more_1
+            reach_2 += more_2
+            reach_3 += more_3
             begin += BLOCK
-        count_1, count_2, count_3 = tl.sum(reach_1), tl.sum(reach_2), tl.sum(reach_3)
-        above = tl.where(count_3 >= wanted, above, tl.where(count_2 >= wanted, count_3, tl.where(count_1 >= wanted, count_2, count_1)))
-        steps = (count_1 >= wanted).to(tl.int32) + (count_2 >= wanted).to(tl.int32) + (count_3 >= wanted).to(tl.int32)
-        bound += steps * step
+        bound, above = narrowed(bound, above, step, tl.sum(reach_1), tl.sum(reach_2), tl.sum(reach_3), wanted)
         step = step >> 2
     return bound, above
 

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ._module_slice import PackageSlice, SliceError, find_package
+from .capability import pad_heads
 from .errors import ArgumentError, UnsupportedError
 from .key_rows import sparse_key_rows
 from .kv_cache import HEAD_DIM, TOKEN_BYTES
 from .workspace import _allocate_outside_pools as allocate_outside_pools
 
-__all__ = ["HEADS", "Found", "installed", "padded_heads", "sparse_mla_decode"]
+__all__ = ["HEADS", "Found", "installed", "sparse_mla_decode"]
 
 HEADS = (64, 128)
 BLOCK = 64
@@ -89,11 +90,6 @@ def _interface(module: str) -> Any:
         raise UnsupportedError("sparse_mla_decode with backend='flashmla'", [f"library: {module} does not load: {type(error).__name__}: {error}"]) from error
 
 
-def padded_heads(heads: int) -> int:
-    """Heads that FlashMLA computes for ``heads`` of a query (at most 128)."""
-    return HEADS[0] if heads <= HEADS[0] else HEADS[1]
-
-
 _plans: dict[tuple[Any, ...], Any] = {}
 """Shape -> plan. 4 KB and 4 bytes a token each; never dropped, because captured graphs hold their addresses."""
 
@@ -107,7 +103,7 @@ def sparse_mla_decode(
     segments = [s for s in segments if s[0].shape[0] and s[1].shape[1]]
     if not segments or 0 in (tokens, heads):
         return torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_full((tokens, heads), float("-inf"), dtype=torch.float32)
-    padded = padded_heads(heads)
+    padded = pad_heads(heads, HEADS) or heads
     if padded != heads:
         query = q.new_zeros((tokens, padded, HEAD_DIM))
         query[:, :heads] = q

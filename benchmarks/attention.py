@@ -1,13 +1,13 @@
-"""Sparse MLA decode over FP8 pages at the sizes of DeepSeek-V4: our kernels by Triton and in CUDA C++, plain PyTorch for few tokens, FlashMLA where
-PEERS_DIR holds it.
+"""Sparse MLA decode over FP8 pages at the sizes of DeepSeek-V4: what ``auto`` takes of our kernels, Triton's by name, plain PyTorch for few tokens, FlashMLA
+where PEERS_DIR holds it.
 
 Window rows of a sliding window (consecutive positions, pages anywhere), records anywhere in a cache far larger than L2; a sink, bf16 queries.
 Every provider's output is first compared with the fp64 reference (``rel_err``: norm of the difference over the norm): one above LIMIT has no
 time. ``floor_us`` is what the copy rate of this run takes to read keys and queries and to write the output.
 
 PEERS_DIR may hold ``flash_mla_interface.py`` and ``_flashmla_C.abi3.so`` (or ``.so.xz``; ``benchmarks/peers``). FlashMLA has its plan from the check
-before, "planned" makes it anew in each call; "backend flashmla" is the op with ``backend="flashmla"``, which masks its rows first, "backend cuda" with ``backend="cuda"``, and
-"fastest" with ``backend="fastest"``.
+before, "planned" makes it anew in each call (16 heads, those of a rank among four, it does not take); "backend flashmla" is the op with ``backend="flashmla"``, which masks its rows first, "backend triton" with ``backend="triton"``,
+and "fastest" with ``backend="fastest"``.
 
 The case "draft step" is what a draft block costs with rows of 192 and of 256 columns: index rows of 1, 8 and 32 requests of 5 tokens each, then attention.
 ATTENTION_TOKENS (comma-separated; of draft steps, requests) narrows the run; what is narrowed is written as ``attention-part.json``.
@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 
-from dsv4_ops import _decode_backends, draft_swa_indices, kv_cache_insert, new_kv_cache, sparse_mla_decode, testing
-from dsv4_ops._decode_backends import Faster, FewTokens
+from dsv4_ops import _decode_backends, _flashmla, draft_swa_indices, kv_cache_insert, new_kv_cache, sparse_mla_decode
+from dsv4_ops._decode_backends import Faster
 from dsv4_ops.bench.timing import ColdReplays, copy_rate, launches
 from dsv4_ops.sparse_decode import SPARSE_MLA_DECODE
 from dsv4_ops.swa_indices import DRAFT_SWA_INDICES
@@ -39,12 +39,12 @@ from dsv4_ops.swa_indices import DRAFT_SWA_INDICES
 from . import results
 
 DEVICE, PAGE, PAGE_STRIDE, PAGES, DIM = "cuda", 64, 37440, 8192, 512
-TOKENS, HEADS = (1, 6, 8, 16, 32, 64, 128), (64, 128)
+TOKENS, HEADS = (1, 6, 8, 16, 32, 64, 128), _decode_backends.MEASURED_HEADS
 KEYS = {"window": (128, 128, 0), "draft block": (192, 133, 0), "draft block, width 256": (256, 133, 0), "window and records": (128, 128, 512)}
 """Width and length of window rows, and records."""
 WINDOW, QUERIES, REQUESTS, WIDTHS = 128, 5, (1, 8, 32), (192, 256)
 """Of draft steps."""
-BACK_END, CLUSTERS = "dsv4_ops, backend flashmla", "dsv4_ops, backend cuda"
+BACK_END, TRITON = "dsv4_ops, backend flashmla", "dsv4_ops, backend triton"
 SCALE, SETS, LIMIT = DIM**-0.5, 16, 1e-2
 METHOD = f"cold L2 (256 MB read before each replay), CUDA graph of one call for each of {SETS} input sets, us a call over 11 replays; hot_us: the same on one set, nothing read"
 
@@ -193,10 +193,6 @@ class Bench:
         generator = torch.Generator(DEVICE).manual_seed(0)
         self.caches = filled_cache(generator), filled_cache(generator)
         self.replays, self.copy_GBps, self.rows = ColdReplays(), copy_rate(), list[dict[str, Any]]()
-        shape = _decode_backends.shape_of(torch.empty(1, 64, DIM, dtype=torch.bfloat16), self.caches[0], torch.empty(1, WINDOW), None, None)
-        self.without_clusters = " ".join(str(r) for r in _decode_backends.requirements("cuda", shape, torch.cuda.get_device_capability()) if not r.ok)
-        self.last_round = False
-        """All cases are measured in two rounds, the second one by CLUSTERS alone: a kernel that breaks the context costs no other figure."""
         self.peer, self.without_peer = None, "PEERS_DIR is not set or lacks it"
         folder = os.environ.get("PEERS_DIR")
         try:
@@ -208,14 +204,14 @@ class Bench:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         sets = [inputs(case, *self.caches, generator) for _ in range(SETS)]
         providers: dict[str, list[Callable[[], Any]]] = {"dsv4_ops": [lambda s=s: sparse_mla_decode(*s, scale=SCALE) for s in sets]}  # type: ignore[misc]
-        if not self.without_clusters:
-            providers[CLUSTERS] = [lambda s=s: sparse_mla_decode(*s, scale=SCALE, backend="cuda") for s in sets]  # type: ignore[misc]
+        providers[TRITON] = [lambda s=s: sparse_mla_decode(*s, scale=SCALE, backend="triton") for s in sets]  # type: ignore[misc]
         if case.tokens == 1:
             providers["torch"] = [lambda s=s: SPARSE_MLA_DECODE.torch_impl(*s, scale=SCALE, backend="reference") for s in sets]  # type: ignore[misc]
         if self.peer is not None:
-            plan = self.peer.get_mla_metadata()[0]
-            providers["flashmla"] = [flashmla_call(self.peer, s, plan) for s in sets]
-            providers["flashmla, planned"] = [flashmla_call(self.peer, s, None) for s in sets]
+            if case.heads in _flashmla.HEADS:
+                plan = self.peer.get_mla_metadata()[0]
+                providers["flashmla"] = [flashmla_call(self.peer, s, plan) for s in sets]
+                providers["flashmla, planned"] = [flashmla_call(self.peer, s, None) for s in sets]
             providers["dsv4_ops, fastest"] = [lambda s=s: sparse_mla_decode(*s, scale=SCALE, backend="fastest") for s in sets]  # type: ignore[misc]
             providers[BACK_END] = [lambda s=s: sparse_mla_decode(*s, scale=SCALE, backend="flashmla") for s in sets]  # type: ignore[misc]
         self.measure("sparse_mla_decode", case.name, case, providers, lambda i: SPARSE_MLA_DECODE.reference(*sets[i], scale=SCALE))
@@ -223,15 +219,12 @@ class Bench:
     def run_draft(self, step: DraftStep, seed: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         sets = [draft_inputs(step, self.caches[0], generator) for _ in range(SETS)]
-        backends = {"dsv4_ops": "auto"} | ({} if self.without_clusters else {CLUSTERS: "cuda"}) | ({} if self.peer is None else {BACK_END: "flashmla"})
+        backends = {"dsv4_ops": "auto", TRITON: "triton"} | ({} if self.peer is None else {BACK_END: "flashmla"})
         providers: dict[str, list[Callable[[], Any]]] = {name: [lambda s=s, b=b: draft_call(step.width, s, b) for s in sets] for name, b in backends.items()}  # type: ignore[misc]
         self.measure("draft_swa_indices, sparse_mla_decode", "draft step", step, providers, lambda i: draft_reference(step.width, sets[i]))
 
     def measure(self, op: str, name: str, case: Case | DraftStep, providers: dict[str, list[Callable[[], Any]]], reference: Callable[[int], Any]) -> None:
-        """A row for each provider of this round: one call for each set. The first and the last are compared with ``reference(set)``."""
-        providers = {name: calls for name, calls in providers.items() if (name == CLUSTERS) == self.last_round}
-        if not providers:
-            return
+        """A row for each provider: one call for each set. The first and the last are compared with ``reference(set)``."""
         right = {i: reference(i)[0].double() for i in (0, SETS - 1)}
 
         def error(result: Any, i: int) -> float:
@@ -254,34 +247,17 @@ class Bench:
 
 
 def cells_of(rows: list[dict[str, Any]]) -> dict[tuple[int, int], dict[int, dict[str, float]]]:
-    """(heads, columns) -> tokens -> microseconds of each back end that was measured and right."""
+    """(heads, columns) -> tokens -> microseconds of ``auto``, of Triton's kernels and of the FlashMLA back end, where measured and right."""
     cells: dict[tuple[int, int], dict[int, dict[str, float]]] = {}
     for row in rows:
-        if row["op"] == "sparse_mla_decode" and row["provider"] in ("dsv4_ops", CLUSTERS, BACK_END) and row.get("ok") and "us_p50" in row:
+        if row["op"] == "sparse_mla_decode" and row["provider"] in ("dsv4_ops", TRITON, BACK_END) and row.get("ok") and "us_p50" in row:
             p = row["params"]
             cells.setdefault((p["heads"], p["width"] + p["records"]), {}).setdefault(p["tokens"], {})[row["provider"]] = row["us_p50"]
     return cells
 
 
-def few(rows: list[dict[str, Any]]) -> list[FewTokens]:
-    """Where the CUDA kernels beat all others up to some number of tokens: what FASTER_CUDA of dsv4_ops/_decode_backends.py should hold."""
-    cells, found = cells_of(rows), []
-    for heads in sorted({heads for heads, _ in cells}):
-        below = 0
-        for columns in sorted(columns for h, columns in cells if h == heads):
-            last = None
-            for tokens, cell in sorted(cells[heads, columns].items()):
-                if len(cell) < 2 or CLUSTERS not in cell or cell[CLUSTERS] > min(cell.values()):
-                    break
-                last = tokens
-            if last is not None:
-                found.append(FewTokens(heads, range(below + 1, columns + 1), last))
-            below = columns
-    return found
-
-
 def regions(rows: list[dict[str, Any]]) -> list[Faster]:
-    """Where the FlashMLA back end beats our Triton kernels from some number of tokens on: what FASTER_FLASHMLA of dsv4_ops/_decode_backends.py should hold."""
+    """Where the FlashMLA back end beats ``auto`` from some number of tokens on: what FASTER_FLASHMLA of dsv4_ops/_decode_backends.py should hold."""
     cells, found = cells_of(rows), []
     for heads in sorted({heads for heads, _ in cells}):
         below = 0
@@ -305,22 +281,20 @@ def main() -> int:
     start, chosen = time.perf_counter(), results.chosen_by("ATTENTION_TOKENS")
     wanted = [case for case in cases() if chosen(case.tokens)]
     bench = Bench()
-    backend = next(op.backends["cuda"] for op in testing.ops() if op.name == "sparse_mla_decode")
-    env = {"copy_GBps": bench.copy_GBps, "backend": backend, "cuda": bench.without_clusters or "measured", "flashmla": bench.without_peer if bench.peer is None else "measured"}
+    shape = _decode_backends.shape_of(torch.empty(1, 64, DIM, dtype=torch.bfloat16), bench.caches[0], torch.empty(1, WINDOW), None, None)
+    env = {"copy_GBps": bench.copy_GBps, "auto": _decode_backends.ours("triton", shape, torch.cuda.get_device_capability()), "flashmla": bench.without_peer if bench.peer is None else "measured"}
 
     def record(name: str) -> None:
         results.write(name, env, method=METHOD, wall_s=round(time.perf_counter() - start, 1), rows=bench.rows)
 
     with results.measuring("attention", os.environ.get("ATTENTION_TOKENS"), record):
-        for bench.last_round in (False, True):
-            for seed, case in enumerate(wanted):
-                bench.run(case, seed)
-            for seed, step in enumerate(step for step in draft_steps() if chosen(step.requests)):
-                bench.run_draft(step, seed)
+        for seed, case in enumerate(wanted):
+            bench.run(case, seed)
+        for seed, step in enumerate(step for step in draft_steps() if chosen(step.requests)):
+            bench.run_draft(step, seed)
     for row in bench.rows:
         p = row["params"]
         print(f"{row['case']:24} {p['heads']:4} heads {p['tokens']:4} tokens {p['width']:4} columns {row['provider']:26} {row.get('us_p50', row.get('skipped', 'WRONG'))!s:>9} hot {row.get('hot_us', '-')!s:>8} floor {row['floor_us']:6} err {row.get('rel_err')}")
-    print(f"FASTER_CUDA = ({''.join(f'{region}, ' for region in few(bench.rows))})  # for dsv4_ops/_decode_backends.py")
     print(f"FASTER_FLASHMLA = ({''.join(f'{region}, ' for region in regions(bench.rows))})  # for dsv4_ops/_decode_backends.py")
     return 0 if all(row["ok"] for row in bench.rows if row["provider"] == "dsv4_ops") else 1
 

@@ -138,7 +138,7 @@ def decode_cases(_name: str) -> Iterator[Sample]:
     arch = _decode_backends.device_arch(torch.device("cuda"))
     if not all(r.ok for r in _decode_backends.requirements("cuda", _decode_backends.DecodeShape(64, torch.bfloat16, 128, pages, 512, pages), arch)):
         return
-    for tokens, heads, widths in ((1, 16, (128,)), (3, 64, (128, 512)), (9, 40, (192, 512)), (20, 128, (133,)), (70, 64, (128, 512)), (2, 8, (133, 900)), (5, 3, (7, 3))):
+    for tokens, heads, widths in ((1, 16, (128,)), (3, 64, (128, 512)), (9, 40, (192, 512)), (20, 128, (133,)), (70, 64, (128, 512)), (4, 64, (256,)), (2, 8, (133, 900)), (5, 3, (7, 3))):
         dtypes = (torch.uint8, torch.bfloat16 if tokens == 9 else torch.uint8)[: len(widths)]
         args, kwargs = sparse_decode._make("cpu", torch.Generator().manual_seed(tokens), tokens, heads, widths, dtypes, (64, 32)[: len(widths)], torch.bfloat16, True)
         yield Sample(f"{tokens} tokens, {heads} heads, {widths}", args, {**kwargs, "backend": "cuda"})

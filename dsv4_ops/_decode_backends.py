@@ -25,7 +25,7 @@ BACKENDS = ("reference", "triton", "cuda", "flashmla", "flashinfer")
 CHOICES = ("auto", "fastest", *BACKENDS)
 NEVER_RUN = {
     "triton": "on any GPU but sm_90 (it compiles for sm_80, sm_100 and sm_120)",
-    "cuda": "on any GPU (tests run its kernels on a CPU, by an emulator of the instructions that they use)",
+    "cuda": "on any GPU but sm_90 (it compiles for sm_100; tests also run its kernels on a CPU, by an emulator of the instructions that they use)",
     "flashmla": "on any GPU but sm_90",
     "flashinfer": "on any GPU (its table, its argument checks and the rows it is given are tested without one)",
 }
@@ -33,7 +33,7 @@ NEVER_RUN = {
 
 
 class Faster(NamedTuple):
-    """A region in which FlashMLA was measured faster than the kernels of this package: padded heads, columns of both segments, and
+    """A region in which FlashMLA was measured faster than what ``auto`` takes: heads, padded to ``MEASURED_HEADS``, columns of both segments, and
     from how many tokens on."""
 
     heads: int
@@ -41,22 +41,26 @@ class Faster(NamedTuple):
     tokens: int
 
 
-FASTER_FLASHMLA: tuple[Faster, ...] = (Faster(64, range(257, 641), 64),)
-"""On sm_90: 64 heads, a window and 512 records, measured at 64 and 128 tokens. The attention benchmark prints what it would be, and
-tests/test_attention_backends.py holds it against the recorded run, once there is one."""
+MEASURED_HEADS = (16, 64, 128)
+
+FASTER_FLASHMLA: tuple[Faster, ...] = (
+    Faster(16, range(193, 257), 128),
+    Faster(16, range(257, 641), 128),
+    Faster(64, range(1, 129), 128),
+    Faster(64, range(129, 193), 64),
+    Faster(64, range(193, 257), 32),
+    Faster(64, range(257, 641), 16),
+    Faster(128, range(1, 129), 64),
+    Faster(128, range(129, 193), 32),
+    Faster(128, range(193, 257), 16),
+    Faster(128, range(257, 641), 8),
+)
+"""On sm_90. The attention benchmark prints what it should be, and tests/test_attention_backends.py holds it against the recorded run."""
 
 
-class FewTokens(NamedTuple):
-    """A region in which the CUDA kernels were measured faster than all others: padded heads, columns of both segments, and up to how
-    many tokens."""
-
-    heads: int
-    columns: range
-    tokens: int
-
-
-FASTER_CUDA: tuple[FewTokens, ...] = ()
-"""On sm_90, from the attention benchmark on an H200, which prints what it would be. Nothing yet: they were never run on one."""
+OURS_BY_CUDA = range(1, 641)
+"""Columns of both segments with which the CUDA kernels serve ``auto`` on sm_90, in place of Triton's. There they were measured: up to twice as
+fast for few tokens, and nowhere much slower (benchmarks/results/h200/attention.json; tests/test_attention_backends.py holds this against it)."""
 
 CLUSTER_KERNEL = _registry.define_kernel(
     "sparse_mla_decode_cluster(Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens, Tensor? extra_cache, Tensor? extra_indices, "
@@ -245,28 +249,35 @@ def check(
 def chosen(
     backend: str, own: str, q: torch.Tensor, swa_cache: torch.Tensor, swa_indices: torch.Tensor, extra_cache: torch.Tensor | None, extra_indices: torch.Tensor | None
 ) -> str:
-    """The back end of a call: ``own`` is the one of this package that the device has."""
-    if backend == "auto" or (backend == "fastest" and q.device.type != "cuda"):
+    """The back end of a call: ``own`` is what this package has for any call on the device."""
+    if backend not in ("auto", "fastest"):
+        return backend
+    if q.device.type != "cuda":
         return own
-    if backend == "fastest":
-        return fastest(own, q.shape[0], shape_of(q, swa_cache, swa_indices, extra_cache, extra_indices), device_arch(q.device))
-    return backend
+    shape, arch = shape_of(q, swa_cache, swa_indices, extra_cache, extra_indices), device_arch(q.device)
+    return ours(own, shape, arch) if backend == "auto" else fastest(own, q.shape[0], shape, arch)
+
+
+def ours(own: str, shape: DecodeShape, arch: tuple[int, int] | None) -> str:
+    """The kernels of this package that serve calls of this shape, however many tokens they have: ``cuda`` in place of ``triton`` where it was
+    measured and serves, else ``own``."""
+    return "cuda" if own == "triton" and arch == (9, 0) and _columns(shape) in OURS_BY_CUDA and _serves("cuda", shape, arch) else own
 
 
 def fastest(own: str, tokens: int, shape: DecodeShape, arch: tuple[int, int] | None) -> str:
-    """What was measured fastest for this shape (benchmarks/results, topic attention), or ``own`` where nothing was measured."""
-    if arch != (9, 0):
-        return own
-
-    def serves(backend: str) -> bool:
-        return all(r.ok for r in requirements(backend, shape, arch))
-
-    columns, heads = shape.width + (shape.extra_width or 0), capability.pad_heads(shape.heads, _flashmla.HEADS)
-    if any(heads == region.heads and columns in region.columns and tokens <= region.tokens for region in FASTER_CUDA) and serves("cuda"):
-        return "cuda"
-    if not serves("flashmla"):
-        return own
+    """What was measured fastest for this shape (benchmarks/results, topic attention), or what ``auto`` takes where nothing was measured."""
+    if arch != (9, 0) or not _serves("flashmla", shape, arch):
+        return ours(own, shape, arch)
     if own == "reference":
         return "flashmla"  # it beats PyTorch everywhere
-    faster = any(heads == region.heads and columns in region.columns and tokens >= region.tokens for region in FASTER_FLASHMLA)
-    return "flashmla" if faster else own
+    heads = capability.pad_heads(shape.heads, MEASURED_HEADS)
+    faster = any(heads == region.heads and _columns(shape) in region.columns and tokens >= region.tokens for region in FASTER_FLASHMLA)
+    return "flashmla" if faster else ours(own, shape, arch)
+
+
+def _columns(shape: DecodeShape) -> int:
+    return shape.width + (shape.extra_width or 0)
+
+
+def _serves(backend: str, shape: DecodeShape, arch: tuple[int, int] | None) -> bool:
+    return all(r.ok for r in requirements(backend, shape, arch))

@@ -102,6 +102,10 @@ class Op:
     """Device types whose kernel is C++ (those check their arguments themselves)."""
     cpp_sources: frozenset[str] = frozenset()
     """Device types that csrc/ has a kernel for, loaded or not."""
+    kernel_devices: frozenset[str] = frozenset()
+    """Device types on which a launcher may also take a kernel of csrc/ (``define_kernel``)."""
+    chosen: Callable[..., str] | None = None
+    """Arguments -> which of several back ends a CUDA call takes."""
     traced: bool = False
     """Whether every call is logged, whichever way it came in: DSV4_OPS_TRACE was set on import."""
 
@@ -149,6 +153,8 @@ class Op:
         triton: Callable[..., Any] | None = None,
         triton_serves: bool = True,
         cpp: Sequence[str] = (),
+        kernel_devices: Sequence[str] = (),
+        chosen: Callable[..., str] | None = None,
     ) -> None:
         """Register everything the op needs. Call once, at the end of its contract file.
 
@@ -157,7 +163,8 @@ class Op:
         changes values, never shapes or labels. ``sized(device, n, seed=0)`` is a typical call with ``n`` rows (tokens
         or requests), for dynamic shapes and benchmarks. ``bad_inputs(device)`` yields refused calls. ``triton_serves=False``
         keeps CUDA calls from a launcher that no GPU has run yet; its tests run all the same. ``cpp`` names the device
-        types ("cpu", "cuda") that csrc/ has a kernel of this op for.
+        types ("cpu", "cuda") that csrc/ has a kernel of this op for; ``kernel_devices`` those where a launcher may choose one, by ``define_kernel``,
+        and ``chosen(*args, **kwargs)`` says which back end a CUDA call takes, for logs.
         """
         if self.reference is not None:
             raise RuntimeError(f"{self.name} is implemented twice.")
@@ -165,12 +172,13 @@ class Op:
         missing = [name for name, value in given.items() if not callable(value)]
         if missing:
             raise RuntimeError(f"op {self.name} cannot be registered without {', '.join(missing)}: see CONTRIBUTING.md, 'add an op in eight blocks'.")
-        for role, function in (("check", check), ("reference", reference), ("fake", fake), ("torch_impl", torch_impl), ("triton", triton)):
+        for role, function in (("check", check), ("reference", reference), ("fake", fake), ("torch_impl", torch_impl), ("triton", triton), ("chosen", chosen)):
             if function is not None:
                 _same_signature(self, role, function)
         self.check, self.reference, self.fake = check, reference, fake
         self.samples, self.sized, self.bad_inputs = samples, sized, bad_inputs
         self.torch_impl, self.triton, self.triton_serves = torch_impl, triton, triton_serves
+        self.kernel_devices, self.chosen = frozenset(kernel_devices), chosen
 
         def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
             def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -442,4 +450,5 @@ def _log_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 
     shown = [show(a) for a in args] + [f"{k}={show(v)}" for k, v in kwargs.items()]
     device = _device_of(args, kwargs)
-    logger.warning("%s.%s(%s) on %s by %s", NAMESPACE, op.name, ", ".join(shown), device, op.backends.get(device, "reference"))
+    by = op.chosen(*args, **kwargs) if op.chosen is not None and device == "cuda" else op.backends.get(device, "reference")
+    logger.warning("%s.%s(%s) on %s by %s", NAMESPACE, op.name, ", ".join(shown), device, by)

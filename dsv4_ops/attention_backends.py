@@ -6,15 +6,16 @@ back end        devices                  batch-     what it is
 ==============  =======================  =========  =======================================================================
 ``reference``   any                      yes        plain PyTorch (on a CPU the compiled kernel, where it was built)
 ``triton``      sm_80 and later          yes        this package's kernels
-``cuda``        sm_90 to sm_11x          yes        this package's CUDA C++ kernel for few tokens: one launch, no scratch; bfloat16 query,
-                                                    FP8 pages or bfloat16 rows. Nobody here has run it on a GPU
+``cuda``        sm_90 to sm_11x          yes        this package's CUDA C++ kernel: one launch, no scratch; bfloat16 query, FP8 pages or
+                                                    bfloat16 rows. Run on sm_90
 ``flashmla``    sm_90, sm_10x            no         FlashMLA, or the copy inside vLLM, where one is installed; FP8 pages
 ``flashinfer``  sm_100, sm_103, sm_120,  no         FlashInfer 0.7.2 and later: bfloat16 rows on sm_100 (and no log-sum-exp:
                 sm_121                              ``lse`` is NaN), FP8 pages on sm_120. Nobody here has run it on a GPU
 ==============  =======================  =========  =======================================================================
 
-- ``backend="auto"``, the default, takes this package's own kernel for the device. **It is batch-invariant**: a row keeps its bits
-  whoever else is in the batch, which is what an engine needs to verify speculation against plain decode.
+- ``backend="auto"``, the default, takes this package's own kernels: on sm_90 ``cuda`` where it serves and rows have up to 640 columns, else
+  ``triton``. **It is batch-invariant**: a row keeps its bits whoever else is in the batch, which is what an engine needs to verify
+  speculation against plain decode.
 - ``backend="fastest"`` takes what was measured fastest for device, heads, segments and number of tokens, of all that can serve the call.
   A row's bits may then depend on how many tokens are in the batch. Where nothing was measured it is ``auto``.
 - A name takes that back end, or raises UnsupportedError with every requirement that is not met.

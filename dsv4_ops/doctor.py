@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from . import _registry, attention_backends, capability, envs, testing
+from ._decode_backends import OURS_BY_CUDA
 from ._registry import Op, Sample
 from ._version import __version__
 from .kv_cache import kv_page_bytes
@@ -41,7 +42,7 @@ BEGIN, END = "<!-- ops:begin -->", "<!-- ops:end -->"
 
 def _declared(op: Op, device: str) -> list[str]:
     """Back ends that the sources have for an op, fastest first, whether or not they are there."""
-    kernels = ["c++"] if device in op.cpp | op.cpp_sources else []
+    kernels = ["c++"] if device in op.cpp | op.cpp_sources | op.kernel_devices else []
     triton = ["triton"] if op.triton is not None and op.triton_serves and device == "cuda" else []
     return [*kernels, *triton, "torch"]
 
@@ -331,7 +332,8 @@ def render(facts: dict[str, Any]) -> str:
 
 def _attention_lines(facts: dict[str, Any]) -> Iterator[str]:
     own = next(r["backends"]["cuda" if facts["gpus"] else "cpu"]["in_use"] for r in facts["ops"] if r["op"] == "sparse_mla_decode")
-    yield f"  auto: {own}, by this package; a row's bits never depend on its batch"
+    clusters = any(row["backend"] == "cuda" and row["serves"] and row["arch"] == [9, 0] for row in facts["attention"])
+    yield f"  auto: {f'cuda for up to {OURS_BY_CUDA.stop - 1} columns, else ' * clusters}{own}, by this package; a row's bits never depend on its batch"
     for row in facts["attention"]:
         where = "" if row["arch"] is None else f" on sm_{row['arch'][0]}{row['arch'][1]}"
         yield f"  {row['backend']}{where}: {'can serve' if row['serves'] else 'cannot serve'}{'' if row['batch_invariant'] else '; bits depend on the batch'}"

@@ -273,6 +273,11 @@ def _triton(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     return _run(_chosen(a, "triton"), a)
 
 
+@_one_value
+def _cuda_choice(a: _Arguments) -> str:
+    return _chosen(a, SPARSE_MLA_DECODE.backends["cuda"])
+
+
 def _chosen(a: _Arguments, own: str) -> str:
     return _decode_backends.chosen(a.backend, own, a.q, a.swa_cache, a.swa_indices, a.extra_cache, a.extra_indices)
 
@@ -394,5 +399,6 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 
 SPARSE_MLA_DECODE.implement(
-    check=_check, reference=_reference, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs, torch_impl=_torch, triton=_triton, cpp=("cpu",)
+    check=_check, reference=_reference, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs, torch_impl=_torch, triton=_triton, cpp=("cpu",),
+    kernel_devices=("cuda",), chosen=_cuda_choice,
 )  # fmt: skip

@@ -167,9 +167,9 @@ def test_compiled_whole_for_every_batch_size(backend: str) -> None:
 
 def test_fastest_is_one_of_the_back_ends_and_auto_is_ours() -> None:
     arguments = calls(128, 64, (128, 512))
-    own = SPARSE_MLA_DECODE.backends["cuda"].replace("torch", "reference")
+    in_use = SPARSE_MLA_DECODE.backends["cuda"].replace("torch", "reference")
     shape = _decode_backends.shape_of(arguments[0], arguments[1], arguments[2], arguments[4], arguments[5])
-    name = _decode_backends.fastest(own, 128, shape, torch.cuda.get_device_capability())
+    name, own = _decode_backends.fastest(in_use, 128, shape, torch.cuda.get_device_capability()), _decode_backends.ours(in_use, shape, torch.cuda.get_device_capability())
     for choice, expected in (("fastest", name), ("auto", own)):
         found, right = (sparse_mla_decode(*arguments, scale=SCALE, backend=b) for b in (choice, expected))
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))

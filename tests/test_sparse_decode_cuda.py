@@ -7,6 +7,9 @@ and test_every_op.py.
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +30,6 @@ from tests.test_sparse_decode import (
     draw_calls,
     filled,
     known_rows,
-    launched,
     poison,
     row_bits,
     rows,
@@ -56,11 +58,53 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def launch(backend: str) -> Any:
-    return launched if backend == "triton" else functools.partial(sparse_mla_decode, backend=backend)
+    return functools.partial(sparse_mla_decode, backend=backend)
 
 
 def test_who_serves_cuda_calls() -> None:
     assert SPARSE_MLA_DECODE.backends["cuda"] == "triton"
+    sample = SPARSE_MLA_DECODE.sized("cuda", 3)
+    assert SPARSE_MLA_DECODE.chosen is not None
+    assert SPARSE_MLA_DECODE.chosen(*sample.args, **sample.kwargs) == _decode_backends.ours("triton", _decode_backends.DecodeShape(8, BF16, 128, _decode_backends.Pages(), 512, _decode_backends.Pages(U8, 16, 16 * 584)), torch.cuda.get_device_capability())
+
+
+def test_a_first_call_may_be_a_captured_one(backend: str) -> None:
+    """What the CUDA kernels ask of a device once, they can ask inside a capture; Triton's compile before it."""
+    if backend == "triton":
+        pytest.skip("compiles at its first call")
+    code = """
+import torch
+from dsv4_ops import sparse_mla_decode
+from tests.test_sparse_decode import batch, bits
+arguments = batch(9, 64, (128, 512), torch.uint8, torch.bfloat16, "cuda")
+graph = torch.cuda.CUDAGraph()
+torch.cuda.synchronize()
+with torch.cuda.graph(graph):
+    results = sparse_mla_decode(*arguments, scale=0.05, backend="cuda")
+for result in results:
+    result.fill_(-7)
+graph.replay()
+torch.cuda.synchronize()
+found = bits(results)
+assert all(torch.equal(a, b) for a, b in zip(found, bits(sparse_mla_decode(*arguments, scale=0.05, backend="cuda")), strict=True))
+print("equal")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=200)
+    assert done.returncode == 0 and done.stdout.strip() == "equal", done.stdout + done.stderr
+
+
+def test_bits_of_a_thousand_calls_behind_changes_of_their_inputs(backend: str, launch: Any) -> None:
+    """Nothing waits in between: a kernel that began before its inputs were whole would show."""
+    calls = [served(8, 64, (128, 512), seed) for seed in range(4)]
+    expected = [bits(launch(*call, scale=0.05)) for call in calls]
+    mine = [argument.clone() for argument in calls[0]]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(1000):
+        for argument, its in zip(mine, calls[i % 4], strict=True):
+            argument.copy_(its)
+        for a, b in zip(bits(launch(*mine, scale=0.05)), expected[i % 4], strict=True):
+            wrong += (a != b).sum()
+    assert int(wrong) == 0
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -191,8 +235,8 @@ def test_counts_of_tokens_compile_nothing_new() -> None:
         device = torch.cuda.current_device()
         return [len(kernel.device_caches[device][0]) for kernel in (kernels.attend_kernel, kernels.combine_kernel)]
 
-    launched(*served(3, 64, (128, 512)), scale=0.05)
+    sparse_mla_decode(*served(3, 64, (128, 512)), scale=0.05, backend="triton")
     before = compiled()
     for tokens in (1, 2, 16, 17, 130):
-        launched(*served(tokens, 64, (128, 512)), scale=0.05)
+        sparse_mla_decode(*served(tokens, 64, (128, 512)), scale=0.05, backend="triton")
     assert compiled() == before

@@ -71,7 +71,7 @@ def test_rows_that_need_no_oracle(check: Any) -> None:
     check("cpu", launched, (BF16, U8))
 
 
-@pytest.mark.parametrize(("heads", "widths"), [(64, (128, 512)), (128, (133, 0)), (16, (192, 0)), (16, (256, 64)), (16, (192, 512)), (16, (128, 1024)), (8, (5, 3))])
+@pytest.mark.parametrize(("heads", "widths"), [(64, (128, 512)), (16, (128, 0)), (128, (133, 0)), (16, (192, 0)), (16, (256, 0)), (16, (256, 64)), (16, (192, 512)), (16, (128, 1024)), (8, (5, 3))])
 def test_error_at_served_sizes(heads: int, widths: tuple[int, int]) -> None:
     arguments = batch(1, heads, widths, U8, BF16, "cpu")
     out, lse = launched(*arguments, scale=SCALE)

@@ -48,18 +48,18 @@ def _module(name: str) -> tuple[str, ...]:
 
 STORM = (*_module("tests"), "--record", "storm", "tests/test_topk_cuda.py", "-k", "drain_storm")
 TOPICS = {
-    "tests": Topic(_module("tests"), 200, timing=False),
-    "sanitizer": Topic(_module("sanitizer"), 180, timing=False),
-    "storm": Topic(STORM, 80, timing=False, env={"DSV4_OPS_STORM": "1000000"}),
+    "tests": Topic(_module("tests"), 260, timing=False),
+    "sanitizer": Topic(_module("sanitizer"), 270, timing=False),
+    "storm": Topic(STORM, 170, timing=False, env={"DSV4_OPS_STORM": "1000000"}),
     "topk": Topic(_module("topk"), 75),
     "kernels": Topic(_module("kernels"), 65),
-    "attention": Topic(_module("attention"), 90),
+    "attention": Topic(_module("attention"), 150),
     "engine": Topic(_module("engine"), 200),
-    "bench": Topic(_module("bench"), 35),
-    "lanes": Topic(_module("lanes"), 30),
-    "conformance": Topic(_module("conformance"), 120, peers=True),
+    "bench": Topic(_module("bench"), 20),
+    "lanes": Topic(_module("lanes"), 50),
+    "conformance": Topic(_module("conformance"), 60, peers=True),
     "sampling": Topic(_module("sampling"), 25),
-    "parallel": Topic(_module("parallel"), 75, gpus=2),
+    "parallel": Topic(_module("parallel"), 45, gpus=2),
 }
 
 

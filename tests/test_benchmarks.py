@@ -264,15 +264,14 @@ def test_sanitizer_tools_run_with_defaults_where_an_option_is_unknown(tmp_path: 
     tool.write_text(f"#!/bin/sh\nfor word in \"$@\"; do [ \"$word\" = --padding ] && {{ echo unrecognised option: --padding; exit 1; }}; done\nprintf '{CLEAN}'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("SANITIZER_LOGS", str(tmp_path / "logs"))
-    rows = sanitizer.run_tools(str(tool), ["memcheck", "initcheck"], [["topk 0/2"], ["swiglu", "topk_values"]])
+    rows = sanitizer.run_tools(str(tool), {name: [["topk 0/2"], ["swiglu", "topk_values"]] for name in ("memcheck", "initcheck")})
     clean = (True, ["ERROR SUMMARY: 0 errors"])
     assert [(row["case"], row["op"], row["ok"], row["summary"]) for row in rows] == [(tool, op, *clean) for tool in ("memcheck", "initcheck") for op in ("topk 0/2", "swiglu, topk_values")]
 
 
-def test_sanitizer_shares_hold_every_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sanitizer, "CALLS", 25)
+def test_sanitizer_shares_hold_every_call_once() -> None:
     ops = [op for op in testing.ops() if op.name.startswith(("topk", "swiglu", "kv_"))]
-    found = sanitizer.shares(ops)
+    found = sanitizer.shares(ops, 25)
     dealt = [(op.name, sample.label) for share in found for item in share for op, calls in [sanitizer.calls_of_share(item)] for _, sample in calls]
     assert sorted(dealt) == sorted((op.name, sample.label) for op in ops for _, sample in sanitizer.calls_of(op))
     assert any("/" in item for share in found for item in share) and any(len(share) > 1 for share in found)
@@ -284,5 +283,5 @@ def test_sanitizer_says_what_it_had_no_time_for(tmp_path: Path, monkeypatch: pyt
     tool.write_text("#!/bin/sh\nsleep 60\n")
     tool.chmod(0o755)
     monkeypatch.setenv("SANITIZER_SECONDS", "0.2")
-    rows = sanitizer.run_tools(str(tool), ["memcheck"], [["topk"]] * 5)
+    rows = sanitizer.run_tools(str(tool), {"memcheck": [["topk"]] * 5})
     assert [row["ok"] for row in rows] == [False] * 5 and all("not finished" in row["skipped"] for row in rows)

@@ -135,7 +135,8 @@ def main() -> int:
             caught = code == 1
             survived += not caught
             shown = f"`{line}`" if caught else "**none**"
-            rows.append(f"| {mutation.name}: {mutation.what} | `{mutation.old.strip()}` to `{mutation.new.strip()}` in `{mutation.file}` | {shown} |")
+            old, new = (" ".join(text.split()) for text in (mutation.old, mutation.new))  # a row is a line
+            rows.append(f"| {mutation.name}: {mutation.what} | `{old}` to `{new}` in `{mutation.file}` | {shown} |")
             print(("caught  " if caught else "SURVIVED"), mutation.name, line, flush=True)
     if options.table:
         options.table.write_text("# Each fix taken out, and the test that notices\n\nWritten by `python tests/mutations.py --table docs/mutations.md`.\n\n" + "\n".join(rows) + "\n")

@@ -91,6 +91,26 @@ def test_paths_that_a_page_names_exist(page: Path) -> None:
     assert not missing_paths(page.read_text())
 
 
+def broken_tables(text: str) -> list[str]:
+    """Rows with other than their head's number of cells, and lines in a table that are no row."""
+    broken = []
+    for head, rows in re.findall(r"^(\|.*)\n\|[-|]+\n((?:(?!<!--).+\n)*)", prose(text), re.M):
+        broken += [row for row in rows.splitlines() if not row.startswith("|") or len(re.findall(r"(?<!\\)\|", row)) != len(re.findall(r"(?<!\\)\|", head))]
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tables_are_whole(page: Path) -> None:
+    text = page.read_text()
+    assert not broken_tables(text)
+    tables = re.findall(r"(?:^\|.*\n)+", prose(text), re.M)
+    assert len(tables) == len(re.findall(r"^\|[-|]+$", prose(text), re.M)), "a table without its line of dashes, or two in one"
+
+
+def test_a_broken_table_is_seen() -> None:
+    assert broken_tables("| a | b |\n|---|---|\n| 1 | `x \\| y` |\n| 2 |\ntext\n\n| c |\n") == ["| 2 |", "text"]
+
+
 def test_a_broken_link_and_a_stale_path_are_seen() -> None:
     text = "[a](docs/faults.md#no-such-fault) [b](docs/no-such.md) [c](#ops) [d](docs/lanes.md#which-door) `tests/test_no_such.py`"
     assert broken_links(README, text) == ["docs/faults.md#no-such-fault", "docs/no-such.md"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from . import _checks
+from .errors import ArgumentDtypeError
 
 if TYPE_CHECKING:
     from .graphs import StepOutputs
@@ -39,6 +40,10 @@ class StepInput:
     pad: int | float | bool = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            raise ArgumentDtypeError("StepInput", "dtype", "a dtype, as torch.int64", repr(self.dtype))
+        if not isinstance(self.shape, tuple | list):
+            raise ArgumentDtypeError("StepInput", "shape", "a tuple of sizes, as (64,)", repr(self.shape))
         _checks.integer("StepInput", "rows", self.rows, 0)
         torch.tensor(self.pad, dtype=self.dtype)  # a value that the dtype does not hold fails here
 

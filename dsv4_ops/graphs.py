@@ -50,7 +50,7 @@ from torch.utils import _pytree
 from . import _checks
 from ._step_inputs import InputBlock, StagedInputs, Staging, StepInput
 from .dflash import round_to_capture_size
-from .errors import ArgumentDeviceError, ArgumentError, ArgumentShapeError, Dsv4OpsError, GraphError, StaleOutputError
+from .errors import ArgumentDeviceError, ArgumentDtypeError, ArgumentError, ArgumentShapeError, Dsv4OpsError, GraphError, StaleOutputError
 from .workspace import (
     CapturedGraphs,
     SlotReport,
@@ -525,6 +525,10 @@ class GraphPool:
         Raises ArgumentError (a name that is taken, sizes below 1 or none), LaneError (a lane past the largest).
         """
         where = f"GraphPool.step({name!r})"
+        if not isinstance(inputs, Mapping):
+            raise ArgumentDtypeError(where, "inputs", "a dict of StepInput by name, in the order of the function's arguments", type(inputs).__name__)
+        if isinstance(sizes, int):
+            raise ArgumentDtypeError(where, "sizes", "a sequence", sizes, f"Pass sizes=({sizes},).")
         for size in sizes:
             _checks.integer(where, "sizes", size, 1)
         if not sizes:

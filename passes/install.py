@@ -100,7 +100,7 @@ def _replays(patches: dict[str, Any]) -> bool:
 
 def backend(
     inner: str | Callable[..., Any] = "inductor",
-    *,
+    *called: object,
     unmarked: int | None = None,
     ambient: str | None = None,
     mode: str | None = None,
@@ -111,6 +111,8 @@ def backend(
     ``inner``: what compiles the bound program. ``unmarked``: lane of ops outside every ``use_workspace_lane`` (None: the ambient lane when
     they run). ``ambient``: see :class:`VerifyLanes`; by default ``"refuse"`` when ``mode`` or ``options`` make Inductor record CUDA graphs, since
     those replay the lane of the first run, else ``"unmarked"``. ``mode`` and ``options`` are those of ``torch.compile``; given there they
-    are honoured as well, and one that is given in both places with two values is refused (PassError).
+    are honoured as well, and one that is given in both places with two values is refused (PassError). So is ``backend=backend``, not called.
     """
+    if called:  # by PyTorch, with a program and its inputs
+        raise PassError("passes.backend() makes the backend and is none itself. Call it: torch.compile(..., backend=dsv4_ops.passes.backend()).")
     return LaneBackend(inner, unmarked, ambient, mode, options)

@@ -47,8 +47,10 @@ def register_workspace_op(op: OpOverload | OpOverloadPacket, scratch: Sequence[s
     """Declare that ``op`` takes scratch: from the current lane, or from its arguments named in ``scratch``. Idempotent.
 
     Raises PassError for an op that returns an alias of an argument (such an op cannot be functionalized) and for a packet with
-    several overloads (name the overload).
+    several overloads (name the overload), and for what is no op, as what ``torch.library.custom_op`` returns.
     """
+    if not isinstance(op, OpOverload | OpOverloadPacket):
+        raise PassError(f"register_workspace_op: op must be an op, as torch.ops.NAMESPACE.NAME, got {op!r}. An op of torch.library.custom_op is found there by its name.")
     overload = _single(op) if isinstance(op, OpOverloadPacket) else op
     if overload in _registered:
         return _registered[overload]

@@ -525,6 +525,18 @@ def test_inputs_that_do_not_fit_are_refused_by_name(pool: GraphPool) -> None:
     assert step.calls == 0, "a refused call leaves earlier outputs alone"
 
 
+def test_a_step_that_is_described_wrongly_is_refused_by_name(pool: GraphPool) -> None:
+    with pytest.raises(ArgumentDtypeError, match=r"StepInput: dtype must be a dtype, as torch\.int64, got 'float32'"):
+        StepInput("float32")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentDtypeError, match=r"StepInput: shape must be a tuple of sizes, as \(64,\), got 64"):
+        StepInput(F32, 64)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentDtypeError, match=r"step\('double'\): inputs must be a dict of StepInput by name, .*, got list"):
+        pool.step("double", double, [StepInput(F32, (COLUMNS,))])  # type: ignore[arg-type]
+    with pytest.raises(ArgumentDtypeError, match=r"step\('double'\): sizes must be a sequence, got 4. Pass sizes=\(4,\)"):
+        pool.step("double", double, INPUTS, sizes=4)  # type: ignore[arg-type]
+    pool.step("double", double, INPUTS, sizes=(4,))  # a refused name is free
+
+
 def refused(function: Callable[..., Any], sizes: tuple[int, ...] = (1, 2)) -> str:
     with fresh_manager("cpu") as manager:
         pool = GraphPool("cpu", manager=manager, recorder=TapeRecorder())

@@ -114,6 +114,12 @@ def test_with_marks_takes_a_backend_by_its_name() -> None:
         with_marks(3)  # type: ignore[arg-type]
 
 
+def test_a_backend_that_was_not_called_says_so() -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"Call it: torch\.compile\(\.\.\., backend=dsv4_ops\.passes\.backend\(\)\)") as caught:
+        torch.compile(torch.sin, backend=passes.backend)(torch.ones(3))
+    assert isinstance(caught.value.inner_exception, PassError)
+
+
 def test_bind_pass_turns_caching_off_where_it_does_not_know_the_marks() -> None:
     assert BindLanes().uuid() is None and chain(Counting(), BindLanes()).uuid() is None
     seen: list[Any] = []

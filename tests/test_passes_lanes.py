@@ -417,6 +417,16 @@ def test_registering_twice_gives_the_same_shadow_and_bad_ops_are_refused() -> No
         passes.register_workspace_op(torch.ops.dsv4_ops.topk)
 
 
+def test_what_custom_op_returns_is_no_op() -> None:
+    def scan(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    handles: list[Any] = ["dsv4_lane_refused::scan", torch.library.custom_op("dsv4_lane_refused::scan", scan, mutates_args=())]
+    for handle in handles:
+        with pytest.raises(PassError, match=r"op must be an op, as torch\.ops\.NAMESPACE\.NAME, got .*dsv4_lane_refused::scan"):
+            passes.register_workspace_op(handle)
+
+
 def test_shadow_op_is_the_original_in_its_lane() -> None:
     x = torch.rand(3)
     torch.library.opcheck(toys.SHADOW.bound, (x, 5), {"lane": 1})

@@ -1,7 +1,7 @@
 """Who computes ``sparse_mla_decode``: the back ends, what each needs, and a decode whose back end is checked when an engine is built.
 
 ==============  =======================  =========  =======================================================================
-back end        devices                  batch-     what it is
+back end        devices                  batch      what it is
                                          invariant
 ==============  =======================  =========  =======================================================================
 ``reference``   any                      yes        plain PyTorch (on a CPU the compiled kernel, where it was built)

@@ -35,6 +35,8 @@ cp_sharded              bool[]    G                  which groups are split over
 Returns :class:`DFlashInputs`, all fresh and contiguous:
 
 ======================  ========  =================  =================================================================
+output                  dtype     shape              meaning
+======================  ========  =================  =================================================================
 input_ids               int32     [max_tokens]       anchor, then masks
 positions               int64     [max_tokens]       at most ``max_model_len - 1``
 is_padding              bool      [max_tokens]       rows of inert requests and past the batch

@@ -6,7 +6,7 @@ positions and from what verification rejected, so no part has to wait for anothe
 ========================  ========  =======================  ===========================================================
 argument                  dtype     shape                    meaning (see ``dflash`` for the others)
 ========================  ========  =======================  ===========================================================
-target_positions to                                          as for ``prepare_dflash_inputs``, which has context
+target_positions, ...,                                       as for ``prepare_dflash_inputs``, which has context
 seeds, block_tables,                                         parallelism too: a group that is split over ranks has no
 block_sizes, scalars                                         window rows, so this op has none
 window                    int                                W: how many positions before the block a query sees

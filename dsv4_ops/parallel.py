@@ -2,8 +2,8 @@
 
 Collectives are those of ``torch.distributed``, in their functional form: ``torch.compile(fullgraph=True)`` traces them, and CUDA graphs hold
 them. A group must have run one before the first capture (``GraphPool.capture`` warms up), captures need ``capture_error_mode="thread_local"``
-(NCCL's own threads call CUDA meanwhile), and graphs are dropped before their group is: ``destroy_process_group`` waits for them. Tested over gloo;
-over NCCL the tests are there (``tests/test_parallel_cuda.py``) and have not run yet.
+(NCCL's own threads call CUDA meanwhile), and graphs are dropped before their group is: ``destroy_process_group`` waits for them. Tested over
+gloo with 2 and 4 ranks; two H200s over NCCL gave what one rank gives, captured steps and the engine included (``benchmarks/parallel.py``).
 
 **Context parallelism.** A page of a split cache holds ``B`` entries (tokens or records) on each rank, so ``B * size`` of a request together.
 Block tables are the same on all ranks. Entry p of a request lies in the page ``table[p // (B * size)]`` of rank ``(p // I) % size`` (I: the

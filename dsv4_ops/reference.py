@@ -158,7 +158,7 @@ def markdown(text: str) -> str:
     while i < len(lines):
         line = lines[i]
         if re.fullmatch(r"=+( +=+)+", line):
-            end = max(j for j in range(i, min(i + 200, len(lines))) if lines[j] == line)
+            end = next(j for j in range(i + 1, len(lines)) if lines[j] == line and not "".join(lines[j + 1 : j + 2]).strip())  # the rule before an empty line
             done += _table(lines[i:end], [match.span() for match in re.finditer("=+", line)])
             i = end + 1
         elif line.startswith("    ") and (not done or not done[-1].strip()):
@@ -172,17 +172,19 @@ def markdown(text: str) -> str:
 
 
 def _table(lines: Sequence[str], columns: Sequence[tuple[int, int]]) -> list[str]:
-    """A simple table: a line whose first cell is empty goes on with the row before it; a rule of dashes is left out."""
+    """A simple table: a line whose first cell is empty, or stands behind a comma, goes on with the row before it; a rule of dashes is left out."""
     rows: list[list[str]] = []
     for line in lines:
         if not line.strip() or re.fullmatch(r"[=\- ]+", line):
             continue
         ends = [start for start, _ in columns[1:]] + [len(line)]
         cells = [line[start:end].strip() for (start, _), end in zip(columns, ends, strict=True)]
-        if cells[0] or not rows:
+        if not rows or (cells[0] and not rows[-1][0].endswith(",")):
             rows.append(["" if cell == "." else cell for cell in cells])
         else:
-            rows[-1] = [" ".join(filter(None, pair)) for pair in zip(rows[-1], cells, strict=True)]
+            rows[-1] = [" ".join(dict.fromkeys(filter(None, pair))) for pair in zip(rows[-1], cells, strict=True)]  # a dtype said again is one
+    if lines[0] not in lines[1:]:  # no rule below a head: Markdown wants one
+        rows.insert(0, [""] * len(columns))
     text = ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
     return [text[0], "|" + "---|" * len(columns), *text[1:], ""]
 

@@ -5,10 +5,10 @@ your program                          what to use
 ====================================  =================================================================================
 you call ``torch.compile``            ``torch.compile(step, backend=backend())``: binds, verifies, compiles by Inductor.
                                       ``mode`` and ``options`` go into it: ``backend(mode="reduce-overhead")``
-an engine owns the backend, and the   ``BindLanes()`` and ``VerifyLanes()`` in the post-grad slot by ``install(...)`` or the
-program enters lanes                  engine's own setting, its backend wrapped by ``with_marks``
-an engine enters lanes around the     nothing to bind; ``install(VerifyLanes(ambient="allow"))`` finds contradictions
-compiled call
+an engine owns the backend,           ``BindLanes()`` and ``VerifyLanes()`` in the post-grad slot by ``install(...)`` or the
+the program enters lanes              engine's own setting, its backend wrapped by ``with_marks``
+an engine enters lanes,               nothing to bind; ``install(VerifyLanes(ambient="allow"))`` finds contradictions
+around compiled calls
 ====================================  =================================================================================
 
 Two mistakes leave ops in the ambient lane, and warn: ``use_workspace_lane`` in a program compiled without any of these (at trace time),

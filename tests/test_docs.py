@@ -292,9 +292,24 @@ name   dtype  meaning
 =====  =====  =======================
 a      int    first ``x | y``, goes
               on here
+b, cc  int
+b,     int    two
+c             names
 -----  -----  -----------------------
 .      int    second
 =====  =====  =======================
+
+Another:
+
+=====  =====  =======================
+name   dtype  meaning
+=====  =====  =======================
+d      int    third
+=====  =====  =======================
+
+=====  ======================
+no     head
+=====  ======================
 
 As in::
 
@@ -309,7 +324,21 @@ MARKDOWN = """Sum of `a` and `B`.
 | name | dtype | meaning |
 |---|---|---|
 | a | int | first `x \\| y`, goes on here |
+| b, cc | int |  |
+| b, c | int | two names |
 |  | int | second |
+
+
+Another:
+
+| name | dtype | meaning |
+|---|---|---|
+| d | int | third |
+
+
+|  |  |
+|---|---|
+| no | head |
 
 
 As in:

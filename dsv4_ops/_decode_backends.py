@@ -255,7 +255,13 @@ def chosen(
     if q.device.type != "cuda":
         return own
     shape, arch = shape_of(q, swa_cache, swa_indices, extra_cache, extra_indices), device_arch(q.device)
-    return ours(own, shape, arch) if backend == "auto" else fastest(own, q.shape[0], shape, arch)
+    best = ours(own, shape, arch) if backend == "auto" else fastest(own, q.shape[0], shape, arch)
+    return own if best != own and misplaced(swa_cache, extra_cache) else best
+
+
+def misplaced(*caches: torch.Tensor | None) -> bool:
+    """Whether a cache begins at no multiple of 16 bytes: ``cuda`` and ``flashmla`` load so many at a time."""
+    return any(cache is not None and cache.data_ptr() % 16 != 0 for cache in caches)
 
 
 def ours(own: str, shape: DecodeShape, arch: tuple[int, int] | None) -> str:

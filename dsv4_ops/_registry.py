@@ -23,6 +23,7 @@ are refused on any way in).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -32,7 +33,7 @@ import logging
 import pathlib
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -102,8 +103,8 @@ class Op:
     """Device types whose kernel is C++ (those check their arguments themselves)."""
     cpp_sources: frozenset[str] = frozenset()
     """Device types that csrc/ has a kernel for, loaded or not."""
-    kernel_devices: frozenset[str] = frozenset()
-    """Device types on which a launcher may also take a kernel of csrc/ (``define_kernel``)."""
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Device type -> the kernel of csrc/ that a launcher may also take there (``define_kernel``)."""
     chosen: Callable[..., str] | None = None
     """Arguments -> which of several back ends a CUDA call takes."""
     traced: bool = False
@@ -136,6 +137,10 @@ class Op:
         self._guard(*args, **kwargs)  # C++ refuses the same arguments, in fewer words
         return self.overload(*args, **kwargs)
 
+    def has_kernel(self, device: str) -> bool:
+        """Whether the kernel that a launcher may take on devices of this type is loaded."""
+        return device in self.kernels and _has_kernel(self.kernels[device], device.upper())
+
     def _guard(self, *args: Any, **kwargs: Any) -> None:
         _refuse_grad(self.name, args, kwargs)
         self.check(*args, **kwargs)
@@ -153,7 +158,7 @@ class Op:
         triton: Callable[..., Any] | None = None,
         triton_serves: bool = True,
         cpp: Sequence[str] = (),
-        kernel_devices: Sequence[str] = (),
+        kernels: Mapping[str, str] | None = None,
         chosen: Callable[..., str] | None = None,
     ) -> None:
         """Register everything the op needs. Call once, at the end of its contract file.
@@ -163,8 +168,8 @@ class Op:
         changes values, never shapes or labels. ``sized(device, n, seed=0)`` is a typical call with ``n`` rows (tokens
         or requests), for dynamic shapes and benchmarks. ``bad_inputs(device)`` yields refused calls. ``triton_serves=False``
         keeps CUDA calls from a launcher that no GPU has run yet; its tests run all the same. ``cpp`` names the device
-        types ("cpu", "cuda") that csrc/ has a kernel of this op for; ``kernel_devices`` those where a launcher may choose one, by ``define_kernel``,
-        and ``chosen(*args, **kwargs)`` says which back end a CUDA call takes, for logs.
+        types ("cpu", "cuda") that csrc/ has a kernel of this op for; ``kernels`` maps those where a launcher may choose one to its name, by
+        ``define_kernel``, and ``chosen(*args, **kwargs)`` says which back end a CUDA call takes, for logs.
         """
         if self.reference is not None:
             raise RuntimeError(f"{self.name} is implemented twice.")
@@ -178,7 +183,7 @@ class Op:
         self.check, self.reference, self.fake = check, reference, fake
         self.samples, self.sized, self.bad_inputs = samples, sized, bad_inputs
         self.torch_impl, self.triton, self.triton_serves = torch_impl, triton, triton_serves
-        self.kernel_devices, self.chosen = frozenset(kernel_devices), chosen
+        self.kernels, self.chosen = dict(kernels or {}), chosen
 
         def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
             def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -450,5 +455,8 @@ def _log_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 
     shown = [show(a) for a in args] + [f"{k}={show(v)}" for k, v in kwargs.items()]
     device = _device_of(args, kwargs)
-    by = op.chosen(*args, **kwargs) if op.chosen is not None and device == "cuda" else op.backends.get(device, "reference")
+    by = op.backends.get(device, "reference")
+    if op.chosen is not None and device == "cuda":
+        with contextlib.suppress(Exception):  # of arguments that the op refuses, in better words, right after this line
+            by = op.chosen(*args, **kwargs)
     logger.warning("%s.%s(%s) on %s by %s", NAMESPACE, op.name, ", ".join(shown), device, by)

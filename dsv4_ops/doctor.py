@@ -42,7 +42,7 @@ BEGIN, END = "<!-- ops:begin -->", "<!-- ops:end -->"
 
 def _declared(op: Op, device: str) -> list[str]:
     """Back ends that the sources have for an op, fastest first, whether or not they are there."""
-    kernels = ["c++"] if device in op.cpp | op.cpp_sources | op.kernel_devices else []
+    kernels = ["c++"] if device in op.cpp | op.cpp_sources | op.kernels.keys() else []
     triton = ["triton"] if op.triton is not None and op.triton_serves and device == "cuda" else []
     return [*kernels, *triton, "torch"]
 
@@ -192,6 +192,8 @@ def _gaps(op: Op, device: str) -> list[dict[str, str]]:
     for backend in _declared(op, device):
         if backend == used:
             break
+        if backend == "c++" and op.has_kernel(device):  # which its launcher takes where it is faster
+            continue
         reason, fix = _why_missing(backend, device)
         gaps.append({"backend": backend, "reason": reason, "fix": fix})
     return gaps
@@ -332,8 +334,8 @@ def render(facts: dict[str, Any]) -> str:
 
 def _attention_lines(facts: dict[str, Any]) -> Iterator[str]:
     own = next(r["backends"]["cuda" if facts["gpus"] else "cpu"]["in_use"] for r in facts["ops"] if r["op"] == "sparse_mla_decode")
-    clusters = any(row["backend"] == "cuda" and row["serves"] and row["arch"] == [9, 0] for row in facts["attention"])
-    yield f"  auto: {f'cuda for up to {OURS_BY_CUDA.stop - 1} columns, else ' * clusters}{own}, by this package; a row's bits never depend on its batch"
+    clusters = own == "triton" and any(row["backend"] == "cuda" and row["serves"] and row["arch"] == [9, 0] for row in facts["attention"])
+    yield f"  auto: {f'on sm_90 cuda for up to {OURS_BY_CUDA.stop - 1} columns, else ' * clusters}{own}, by this package; a row's bits never depend on its batch"
     for row in facts["attention"]:
         where = "" if row["arch"] is None else f" on sm_{row['arch'][0]}{row['arch'][1]}"
         yield f"  {row['backend']}{where}: {'can serve' if row['serves'] else 'cannot serve'}{'' if row['batch_invariant'] else '; bits depend on the batch'}"

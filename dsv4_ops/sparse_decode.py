@@ -15,7 +15,7 @@ extra_indices,                                  own
 extra_lens
 attn_sink      fp32 or bf16   [H]               logit that joins the denominator only; None: no sink
 scale          float                            factor of ``q . key``
-lane           int                              workspace lane of partial results, -1: the ambient one (PyTorch needs none)
+lane           int                              workspace lane of Triton's partial results, -1: the ambient one
 backend        str                              who computes it: ``attention_backends``. "auto": this package, batch-invariant
 returns out    dtype of q     [T, H, 512]       contiguous
 returns lse    fp32           [T, H]            natural log of the sum of ``exp(scale * q . key)``, without the sink
@@ -26,9 +26,10 @@ A token without any key gets zeros and ``lse = -inf``, sink or not. What masked 
 does not reach the result. NaN in a real key reaches its own row only. Slots of block 0 are read like any other: builders
 never emit them.
 
-**Batch invariance.** With ``backend="auto"`` a row's bits depend on its own inputs, on heads, widths and page sizes; never on T, on its place in the
-batch or on other rows. The PyTorch implementation keeps this by multiplying groups of a fixed number of rows (the last
-one padded), in column blocks of a fixed width: every matrix product has the same shape, whatever the batch.
+**Batch invariance.** With ``backend="auto"`` a row's bits depend on its own inputs, on heads, widths, dtypes, the device, the page sizes of its caches
+and whether their pages lie at multiples of 16 bytes; never on T, on its place in the batch or on other rows, nor on where q and index rows lie. The
+PyTorch implementation keeps this by multiplying groups of a fixed number of rows (the last one padded), in column blocks of a fixed width: every
+matrix product has the same shape, whatever the batch.
 
 Graph-safe: yes (on a device nothing is read on the host; on a CPU column blocks past every row of a group are skipped, which
 changes no bit). The Triton kernels (``_triton/sparse_decode.py``) take scratch from the workspace. Replaces the sparse decode kernels of
@@ -275,7 +276,7 @@ def _triton(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 @_one_value
 def _cuda_choice(a: _Arguments) -> str:
-    return _chosen(a, SPARSE_MLA_DECODE.backends["cuda"])
+    return _chosen(a, "triton" if SPARSE_MLA_DECODE.backends["cuda"] == "triton" else "reference")
 
 
 def _chosen(a: _Arguments, own: str) -> str:
@@ -301,6 +302,8 @@ def _run(backend: str, a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 def _cluster(a: _Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernels of csrc/cuda/sparse_decode.cu, in one launch and without scratch: rows of q must lie on 16 bytes, and others are copied."""
     q = a.q
+    if _decode_backends.misplaced(a.swa_cache, a.extra_cache):
+        raise ArgumentError("sparse_mla_decode", "a cache", "at an address that is a multiple of 16 with backend='cuda'", "one that is not")
     places = [q.data_ptr()] + [stride * q.element_size() for size, stride in zip(q.shape[:2], q.stride()[:2], strict=True) if size > 1]
     if any(place % 16 for place in places):
         q = q.clone(memory_format=torch.contiguous_format)
@@ -400,5 +403,5 @@ def _bad_inputs(device: torch.device | str) -> Iterator[BadInput]:
 
 SPARSE_MLA_DECODE.implement(
     check=_check, reference=_reference, fake=_fake, samples=_samples, sized=_sized, bad_inputs=_bad_inputs, torch_impl=_torch, triton=_triton, cpp=("cpu",),
-    kernel_devices=("cuda",), chosen=_cuda_choice,
+    kernels={"cuda": _decode_backends.CLUSTER_KERNEL}, chosen=_cuda_choice,
 )  # fmt: skip

@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsv4_ops
 from benchmarks import attention
-from dsv4_ops import SparseMLADecode, _decode_backends, _flashinfer, _flashmla, sparse_mla_decode
+from dsv4_ops import SparseMLADecode, _decode_backends, _flashinfer, _flashmla, sparse_decode, sparse_mla_decode
 from dsv4_ops._decode_backends import BACKENDS, DecodeShape, Faster, Pages, fastest, requirements
 from dsv4_ops.errors import ArgumentError, UnsupportedError
 from dsv4_ops.kv_cache import kv_cache_gather, new_kv_cache
@@ -161,6 +162,24 @@ def test_auto_depends_on_nothing_that_changes_with_the_batch(monkeypatch: pytest
     assert ours("reference", PLAIN, SM90) == "reference", "the path that was asked for by its own name"
     fitting = (dsv4_ops.capability.Requirement("query", "bfloat16", "float32", False),)
     assert ours("triton", PLAIN, SM90) == "triton"
+
+
+@pytest.mark.parametrize("place", [1, 4])
+def test_caches_that_begin_anywhere_are_not_given_to_kernels_that_load_16_bytes_at_a_time(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_decode_backends, "requirements", lambda *a, **k: ())
+    monkeypatch.setattr(_decode_backends, "device_arch", lambda device: SM90)
+    with FakeTensorMode():
+        q = torch.empty(128, 64, 512, dtype=torch.bfloat16, device="cuda")
+    arguments = batch(1, 64, (128, 512), torch.uint8, torch.bfloat16, "cpu")
+    whole = arguments[place]
+    for offset, expected in ((0, ["cuda", "flashmla"]), (8, ["triton", "triton"]), (1, ["triton", "triton"])):
+        room = torch.zeros(whole.numel() + 16, dtype=torch.uint8)
+        arguments[place] = room[offset : offset + whole.numel()].view(whole.shape)
+        taken = [_decode_backends.chosen(backend, "triton", q, arguments[1], arguments[2], arguments[4], arguments[5]) for backend in ("auto", "fastest")]
+        assert taken == expected, offset
+        if offset:
+            with pytest.raises(ArgumentError, match="a cache must be at an address that is a multiple of 16 with backend='cuda'"):
+                sparse_decode._cluster(sparse_decode._arguments(*arguments, scale=SCALE))
 
 
 def test_fastest_by_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,8 +390,6 @@ def test_cuda_gate_says_why_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_cuda_gets_rows_of_the_query_on_16_bytes(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are copied; all else goes as it came."""
-    from dsv4_ops import sparse_decode
-
     seen: list[Any] = []
     monkeypatch.setattr(sparse_decode, "_cluster_kernel", lambda: lambda *a: seen.append(a))
     arguments = batch(3, 4, (12, 4), torch.uint8, torch.bfloat16, "cpu")

@@ -109,6 +109,28 @@ def test_gap_of_a_part_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> No
     assert doctor._gaps(op, "cpu") == [] and [g["backend"] for g in doctor._gaps(op, "cuda")] == ["c++"]
 
 
+def test_a_kernel_that_a_launcher_takes_is_a_gap_where_it_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = copy.copy(OPS["sparse_mla_decode"])
+    op.backends = {"cpu": "c++", "cuda": "triton"}
+    monkeypatch.setattr(_registry, "skipped", {"_C_cuda": "not built: no nvcc"})
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    asked = []
+    for loaded in (True, False):
+        monkeypatch.setattr(_registry, "_has_kernel", lambda name, key, loaded=loaded: asked.append((name, key)) or loaded)
+        assert [(gap["backend"], gap["reason"]) for gap in doctor._gaps(op, "cuda")] == [("c++", "_C_cuda: not built: no nvcc")] * (not loaded)
+        assert doctor._gaps(op, "cpu") == []
+    assert set(asked) == {("dsv4_ops_kernels::sparse_mla_decode_cluster", "CUDA")}
+
+
+@pytest.mark.parametrize(("own", "serves", "arch", "said"), [
+    ("triton", True, [9, 0], "on sm_90 cuda for up to 640 columns, else triton"), ("torch", True, [9, 0], "torch"), ("triton", False, [9, 0], "triton"), ("triton", True, [10, 0], "triton"),
+])  # fmt: skip
+def test_what_auto_takes(own: str, serves: bool, arch: list[int], said: str) -> None:
+    row = {"backend": "cuda", "serves": serves, "arch": arch, "batch_invariant": True, "unmet": [], "never_run": ""}
+    facts = {"gpus": [{}], "ops": [{"op": "sparse_mla_decode", "backends": {"cuda": {"in_use": own}}}], "attention": [row]}
+    assert next(doctor._attention_lines(facts)) == f"  auto: {said}, by this package; a row's bits never depend on its batch"
+
+
 def test_report_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = {"name": "Some GPU", "capability": [12, 0], "memory_bytes": 96 * 2**30, "multiprocessors": 188}
     monkeypatch.setattr(doctor, "_gpus", lambda: ([gpu, gpu], ""))

@@ -10,9 +10,12 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsv4_ops
 from dsv4_ops import WorkspaceManager, graphs, testing
+from dsv4_ops._registry import _log_call
+from dsv4_ops.sparse_decode import SPARSE_MLA_DECODE
 
 
 def child(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -72,6 +75,46 @@ print(step(x, n).tolist(), dsv4_ops.topk(x, n, 4).tolist())
     assert traced.stdout == plain.stdout and "topk" not in plain.stderr
     names = [line.partition("(")[0] for line in traced.stderr.splitlines() if line.startswith("dsv4_ops.")]
     assert names == ["dsv4_ops.topk", "dsv4_ops.mtp_context_lens", "dsv4_ops.topk"], "shapes that a compiler asks for are no launches"
+
+
+def on_cuda(args: tuple[object, ...]) -> list[object]:
+    """Of the same shapes, with nothing behind them: inside a FakeTensorMode."""
+    return [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="cuda") if isinstance(a, torch.Tensor) else a for a in args]
+
+
+def test_a_trace_names_the_back_end_that_was_chosen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    sample = SPARSE_MLA_DECODE.sized("cpu", 2)
+    for chosen, by in ((lambda *args, **kwargs: "flashmla", "flashmla"), (lambda *args, **kwargs: args[99], SPARSE_MLA_DECODE.backends["cuda"])):
+        monkeypatch.setattr(SPARSE_MLA_DECODE, "chosen", chosen)
+        with FakeTensorMode():
+            _log_call(SPARSE_MLA_DECODE, on_cuda(sample.args), sample.kwargs)
+        assert caplog.records[-1].getMessage().endswith(f" on cuda by {by}")
+    _log_call(SPARSE_MLA_DECODE, sample.args, sample.kwargs)
+    assert caplog.records[-1].getMessage().endswith(f" on cpu by {SPARSE_MLA_DECODE.backends['cpu']}")
+
+
+def test_a_trace_takes_any_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    """Also those among which no back end can be chosen: the op's own words are about to come."""
+    bad = list(SPARSE_MLA_DECODE.bad_inputs("cpu"))
+    for one in bad:
+        with FakeTensorMode():
+            _log_call(SPARSE_MLA_DECODE, on_cuda(one.args), one.kwargs)
+    assert len(caplog.records) == len(bad)
+
+
+REFUSED = """
+from dsv4_ops import testing
+for op in testing.ops():
+    for bad in op.bad_inputs("{device}"):
+        testing.check_bad_input(op, bad)
+print("all refused")
+"""
+
+
+def test_what_is_refused_is_refused_in_the_same_words_when_traced(device: str) -> None:
+    done = child(REFUSED.format(device=device), DSV4_OPS_TRACE="1")
+    assert done.returncode == 0 and done.stdout == "all refused\n", done.stderr
+    assert "dsv4_ops.sparse_mla_decode(" in done.stderr
 
 
 COMPILED = """

@@ -228,6 +228,19 @@ def test_queries_that_lie_anywhere_are_served_by_cuda() -> None:
         assert all(torch.equal(a, b) for a, b in zip(bits(sparse_mla_decode(q, *arguments[1:], scale=0.05, backend="cuda")), expected, strict=True))
 
 
+@pytest.mark.parametrize("offset", [1, 8, 16])
+def test_caches_that_begin_anywhere_are_served(offset: int) -> None:
+    """By Triton's kernels where the CUDA kernels could not load them."""
+    arguments = served(4, 64, (128, 512))
+    expected = {name: bits(sparse_mla_decode(*arguments, scale=0.05, backend=name)) for name in ("triton", "auto")}
+    for place in (1, 4):
+        whole = arguments[place]
+        room = torch.zeros(whole.numel() + 16, dtype=torch.uint8, device="cuda")
+        moved = [*arguments[:place], room[offset : offset + whole.numel()].view(whole.shape).copy_(whole), *arguments[place + 1 :]]
+        found = bits(sparse_mla_decode(*moved, scale=0.05))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected["triton" if offset % 16 else "auto"], strict=True)), place
+
+
 def test_counts_of_tokens_compile_nothing_new() -> None:
     from dsv4_ops._triton import sparse_decode as kernels
 

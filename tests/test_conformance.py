@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dsv4_ops
-from dsv4_ops import WorkspaceManager, testing
+from dsv4_ops import WorkspaceManager, testing, use_workspace_lane
 from dsv4_ops.dflash import DFlashInputs
 from dsv4_ops.errors import ArgumentError
 from dsv4_ops.testing import (
@@ -840,6 +840,29 @@ def test_scratch_used_as_it_should_be_replays() -> None:
     fn(torch.zeros(4, 5))
     for lane in (None, 1):
         assert_graph_replay(fn, [(torch.full((4, 5), float(i)),) for i in range(3)], expected=right, lane=lane, manager=manager)
+
+
+def test_an_op_that_is_called_again_asks_in_the_lane_that_it_was_recorded_in() -> None:
+    manager = WorkspaceManager("cpu", num_lanes=2)
+
+    @torch.library.custom_op("dsv4_replay_toys::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return torch.mul(x, 2, out=manager.get((x.shape, torch.float32))[0]).clone()
+
+    def in_lane(lane: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            with use_workspace_lane(lane):
+                return torch.ops.dsv4_replay_toys.twice(x) + 1  # type: ignore[no-any-return]
+
+        return fn
+
+    for lane in (0, 1):
+        in_lane(lane)(torch.zeros(4, 5))
+    sets = [(torch.full((4, 5), float(i)),) for i in range(3)]
+    for lane in (0, 1):
+        assert_graph_replay(in_lane(lane), sets, expected=right, lane=lane, manager=manager)
+        with pytest.raises(AssertionError, match=f"scratch of lane {1 - lane}, ubatch 0 were written"):
+            assert_graph_replay(in_lane(1 - lane), sets, expected=right, lane=lane, manager=manager)
 
 
 def test_a_function_that_changes_its_arguments_is_compared_in_them() -> None:

@@ -9,6 +9,7 @@ memory is never given back while the graph lives.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,15 +46,15 @@ class TapeGraph:
     """What was recorded, with ``replay()``."""
 
     def __init__(self) -> None:
-        self.tape: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Any]]] = []
+        self.tape: list[tuple[contextvars.Context, Any, tuple[Any, ...], dict[str, Any], list[Any]]] = []
         self._allocated: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
     def replay(self) -> None:
-        for op, args, kwargs, results in self.tape:
+        for context, op, args, kwargs, results in self.tape:
             if op.overloadpacket in _NO_REPLAY:
                 continue
-            for recorded, new in zip(results, _tensors(op(*args, **kwargs)), strict=True):
+            for recorded, new in zip(results, _tensors(context.run(op, *args, **kwargs)), strict=True):
                 if op.namespace == "_c10d_functional":
                     torch.ops._c10d_functional.wait_tensor(new)  # collectives return before they are done
                 if recorded.numel() and recorded.data_ptr() != new.data_ptr():
@@ -65,7 +66,8 @@ class TapeGraph:
             _fill_storage(tensor, byte)
 
     def record(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]) -> None:
-        self.tape.append((op, args, kwargs, results))
+        # With its context: an op whose kernel asks for scratch is called again, and must ask in the lane that it was recorded in.
+        self.tape.append((contextvars.copy_context(), op, args, kwargs, results))
         before = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         for result in results:
             if _storage(result) not in before:

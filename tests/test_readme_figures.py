@@ -79,5 +79,16 @@ def test_figures_are_the_recorded_ones(start: str) -> None:
     assert len(expected) == 1 or expected[1] in others, line
 
 
+def test_figures_without_a_gpu_are_the_recorded_ones() -> None:
+    record = json.loads((RESULTS.parent / "cpu" / "engine.json").read_text())
+    run = record["checks"]["shipped requests, shipped checkpoint"]
+    served = {row["params"]["mode"]: row for row in record["rows"] if row["case"] == "shipped requests, shipped checkpoint"}
+    accepted = [f"{served[mode]['mean_accepted']:.2f}" for mode in ("plain", "mtp", "dspark", "dflash")]
+    text, requests = " ".join((ROOT / "README.md").read_text().split()), sum(run["checked"].values())
+    assert f"takes {run['processor_seconds']:.0f} s of processor time" in text and not run["findings"]
+    assert f"{requests} of {requests} equal" in text
+    assert f"gives {', '.join(accepted[:-1])} and {accepted[-1]} tokens" in text
+
+
 def test_every_line_is_held() -> None:
     assert len(table()) == len(LINES)

@@ -25,11 +25,17 @@ from dsv4_ops.workspace import workspace_manager
 ROOT = Path(__file__).resolve().parent.parent
 README, FAULTS = ROOT / "README.md", ROOT / "docs" / "faults.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTES = [ROOT / "CHANGELOG.md", *sorted(path for folder in ("benchmarks", "dsv4_ops", "passes", "csrc", "tests") for path in (ROOT / folder).rglob("README.md"))]
+"""Not part of the documentation that README leads to; links, paths and tables hold in them too."""
 BLOCKS = [(page, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
 
 
 def run(page: Path, code: str) -> None:
     exec(compile(code, str(page), "exec"), {"__name__": "__snippet__"})
+
+
+def shown(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def prose(text: str) -> str:
@@ -81,12 +87,12 @@ def missing_paths(text: str) -> list[str]:
     return [path for path in sorted(named) if not (ROOT / path).exists()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES + NOTES, ids=shown)
 def test_links_lead_somewhere(page: Path) -> None:
     assert not broken_links(page, page.read_text())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES + NOTES, ids=shown)
 def test_paths_that_a_page_names_exist(page: Path) -> None:
     assert not missing_paths(page.read_text())
 
@@ -99,7 +105,7 @@ def broken_tables(text: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES + NOTES, ids=shown)
 def test_tables_are_whole(page: Path) -> None:
     text = page.read_text()
     assert not broken_tables(text)

@@ -41,6 +41,8 @@ class WorkspaceOp:
 
 _registered: dict[OpOverload, WorkspaceOp] = {}
 _libraries: list[Any] = []
+_originals: dict[str, OpOverload] = {}
+"""What each shadow calls, by the shadow's name: the newest op of that name, since a notebook's cell that is run again defines its ops again."""
 
 
 def register_workspace_op(op: OpOverload | OpOverloadPacket, scratch: Sequence[str] = SCRATCH_NAMES) -> WorkspaceOp:
@@ -90,17 +92,22 @@ def _shadow(op: OpOverload) -> OpOverload:
     if any(a.name == "lane" for a in schema.arguments):
         raise PassError(f"register_workspace_op: {op} has an argument lane, but not 'int lane=-1': declare it so, or rename it.")
     name = f"{op.namespace}_{schema.name.split('::')[1]}" + (f"_{schema.overload_name}" if schema.overload_name else "")
+    while (known := _originals.get(name)) is not None and str(known._schema) != str(schema):
+        name += "_again"
+    _originals[name] = op
+    if known is not None:
+        return _registered[known].bound
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(schema_with_lane(str(schema), name), tags=tuple(op.tags))
 
     def kernel(*args: Any, lane: int = lane_context.AMBIENT, **kwargs: Any) -> Any:
         if lane == lane_context.AMBIENT:
-            return op(*args, **kwargs)
+            return _originals[name](*args, **kwargs)
         with lane_context.use_workspace_lane(lane):
-            return op(*args, **kwargs)
+            return _originals[name](*args, **kwargs)
 
     def fake(*args: Any, lane: int = lane_context.AMBIENT, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
+        return _originals[name](*args, **kwargs)
 
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)

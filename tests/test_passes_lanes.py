@@ -427,6 +427,32 @@ def test_what_custom_op_returns_is_no_op() -> None:
             passes.register_workspace_op(handle)
 
 
+def test_an_op_that_is_defined_again_is_bound_again() -> None:
+    """As in a notebook, where a cell is run twice."""
+
+    def compiled(factor: int, renamed: bool) -> Callable[..., Any]:
+        def times(x: torch.Tensor) -> torch.Tensor:
+            (scratch,) = toys.MANAGER.get((x.shape, x.dtype), op=f"times {factor}")
+            return torch.mul(x, factor, out=scratch).clone()
+
+        def renamed_times(y: torch.Tensor) -> torch.Tensor:
+            return times(y)
+
+        torch.library.custom_op("dsv4_lane_again::times", renamed_times if renamed else times, mutates_args=()).register_fake(torch.empty_like)
+        passes.register_workspace_op(torch.ops.dsv4_lane_again.times)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with use_workspace_lane(1):
+                return torch.ops.dsv4_lane_again.times(x)  # type: ignore[no-any-return]
+
+        return torch.compile(step, backend=passes.backend("aot_eager"), fullgraph=True)
+
+    for factor, renamed in ((2, False), (3, False), (4, True), (5, True)):
+        toys.MANAGER.uses.clear()
+        assert compiled(factor, renamed)(torch.ones(3)).tolist() == [factor] * 3
+        assert [(use.op, use.lane) for use in toys.MANAGER.uses] == [(f"times {factor}", 1)]
+
+
 def test_shadow_op_is_the_original_in_its_lane() -> None:
     x = torch.rand(3)
     torch.library.opcheck(toys.SHADOW.bound, (x, 5), {"lane": 1})

@@ -137,6 +137,14 @@ class Op:
         self._guard(*args, **kwargs)  # C++ refuses the same arguments, in fewer words
         return self.overload(*args, **kwargs)
 
+    def backend_of(self, *args: Any, **kwargs: Any) -> str:
+        """Which implementation serves this call."""
+        device = _device_of(args, kwargs)
+        if self.chosen is not None and device == "cuda":
+            with contextlib.suppress(Exception):  # of arguments that the op refuses, which it says in better words
+                return self.chosen(*args, **kwargs)
+        return self.backends.get(device, "reference")
+
     def has_kernel(self, device: str) -> bool:
         """Whether the kernel that a launcher may take on devices of this type is loaded."""
         return device in self.kernels and _has_kernel(self.kernels[device], device.upper())
@@ -454,9 +462,4 @@ def _log_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
     shown = [show(a) for a in args] + [f"{k}={show(v)}" for k, v in kwargs.items()]
-    device = _device_of(args, kwargs)
-    by = op.backends.get(device, "reference")
-    if op.chosen is not None and device == "cuda":
-        with contextlib.suppress(Exception):  # of arguments that the op refuses, in better words, right after this line
-            by = op.chosen(*args, **kwargs)
-    logger.warning("%s.%s(%s) on %s by %s", NAMESPACE, op.name, ", ".join(shown), device, by)
+    logger.warning("%s.%s(%s) on %s by %s", NAMESPACE, op.name, ", ".join(shown), _device_of(args, kwargs), op.backend_of(*args, **kwargs))

@@ -63,6 +63,13 @@ def test_every_op_can_be_measured(name: str) -> None:
     assert row["roof_us"] == pytest.approx(max(row["bytes"] / 100e3, 2.0), abs=1e-3)
 
 
+def test_a_row_names_the_back_end_that_was_chosen_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(OPS["sparse_mla_decode"], "backend_of", lambda *args, **kwargs: asked.append(args[0].shape[0]) or "cuda")
+    (row,) = bench("sparse_mla_decode", rows=2).rows
+    assert row["ok"] and row["backend"] == "cuda" and asked == [2]
+
+
 def provider(call: Callable[[Sample], Any], name: str = "peer", right: peers.Judge = peers.exact, **more: Any) -> peers.Provider:
     return peers.Provider(name, lambda s: lambda: call(s), right, **more)
 

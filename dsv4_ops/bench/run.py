@@ -88,7 +88,7 @@ class Bench:
         row = {**_head(case, inputs.label), "provider": provider.name, "ok": False}
         backend = op.backends[self.device] if provider.name == "dsv4_ops" else "torch" if provider.right is peers.exact else ""
         if provider.name == "dsv4_ops":
-            row["backend"] = backend
+            row["backend"] = op.backend_of(*inputs.sets[0].args, **inputs.sets[0].kwargs)
         if fault := self.faults.get((op.name, backend)):
             return row | {"wrong": fault}
         if unable := provider.unable(inputs.sets[0]):

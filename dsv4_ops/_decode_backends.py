@@ -1,6 +1,6 @@
 """What each back end of ``sparse_mla_decode`` needs, which one a call takes, and the door to each.
 
-Everything here follows from shapes, dtypes, strides, the device and what is installed; never from values. Gates read the files of
+Everything here follows from shapes, dtypes, strides, where caches begin, the device and what is installed; never from values. Gates read the files of
 other packages (``_module_slice``) and import none; the launchers of ``_flashmla`` and ``_flashinfer`` import theirs when they first run.
 """
 

@@ -20,7 +20,7 @@ back end        devices                  batch      what it is
   A row's bits may then depend on how many tokens are in the batch. Where nothing was measured it is ``auto``.
 - A name takes that back end, or raises UnsupportedError with every requirement that is not met.
 
-Shapes, dtypes and what is installed decide, never values. All run inside the one op, so that ``torch.compile(fullgraph=True)`` sees one
+Shapes, dtypes, how caches lie and what is installed decide, never values. All run inside the one op, so that ``torch.compile(fullgraph=True)`` sees one
 call with one fake, and another batch size compiles nothing again. The contract is the op's with each of them: holes, lengths out of range
 and slots past a cache are no keys, a row without keys is zeros and -inf, the sink stays out of ``lse``.
 """

@@ -237,6 +237,16 @@ def test_fastest_is_what_the_recorded_run_says(recorded: dict[tuple[int, int, in
     assert len(recorded) >= 40 and slower_than_another(recorded) == {}
 
 
+def test_wide_rows_follow_the_record_before() -> None:
+    """What a part did not come to: the kernels of 640 columns are those that attention.json calls "backend cuda"."""
+    if RECORDED.name == "attention.json":
+        pytest.skip("the newest record is whole")
+    rows = [row for row in json.loads((RESULTS / "attention.json").read_text())["rows"] if row["params"]["width"] + row["params"]["records"] == 640]
+    ours = [{**row, "provider": "dsv4_ops"} for row in rows if row["provider"] == "dsv4_ops, backend cuda"]
+    found = attention.regions(ours + [row for row in rows if row["provider"] == attention.BACK_END])
+    assert [(region.heads, region.tokens) for region in found] == [(region.heads, region.tokens) for region in _decode_backends.FASTER_FLASHMLA if 640 in region.columns]
+
+
 def test_auto_is_ahead_of_triton_where_it_takes_cuda(recorded: dict[tuple[int, int, int, int], dict[str, float]]) -> None:
     """By the recorded run: in nearly every cell, much so for few tokens, and nowhere far behind."""
     ratios = {key: cell["triton"] / cell["auto"] for key, cell in recorded.items() if _decode_backends.ours("triton", PLAIN._replace(heads=key[0], width=key[1], extra_width=key[2] or None), SM90) == "cuda"}

@@ -80,10 +80,18 @@ def test_error_at_served_sizes(heads: int, widths: tuple[int, int]) -> None:
     torch.testing.assert_close(lse, right_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("columns", [192, 193, 384, 385, 768, 769])
+def test_where_clusters_grow_and_passes_begin(columns: int) -> None:
+    """The last tile of a plan, and the first one of the next; all keys count."""
+    arguments = batch(1, 3, (columns, 0), U8, BF16, "cpu")
+    arguments[2][:] = torch.randint(64, 6 * 64, (1, columns), dtype=torch.int32)
+    compare(launched(*arguments, scale=SCALE), SPARSE_MLA_DECODE.reference(*arguments, scale=SCALE))
+
+
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("heads", "widths"), [(40, (128, 512)), (64, (128, 0)), (33, (192, 0)), (20, (150, 500)), (17, (128, 1000))])
+@pytest.mark.parametrize(("heads", "widths"), [(48, (40, 20)), (40, (128, 512)), (64, (128, 0)), (33, (192, 0)), (20, (150, 500)), (17, (128, 1000))])
 def test_bits_depend_on_nothing_but_the_row(heads: int, widths: tuple[int, int]) -> None:
     """Not on the batch, on how many heads a block has, nor on the order in which warps and blocks run."""
     arguments = batch(3, heads, widths, U8, BF16, "cpu")

@@ -36,7 +36,7 @@ struct Plan {
 };
 
 // How keys are dealt out follows from widths alone: to the smallest cluster whose blocks hold all their keys at once, because more clusters then
-// run side by side (64 heads, 128 columns, 32 tokens on an H200: 10 us by clusters of two, 21 by clusters of four, which are faster by 2 us
+// run side by side (64 heads, 128 columns, 32 tokens on an H200: 10 us by clusters of two, 21 by clusters of four, which are faster by 1 us
 // where one token has the GPU to itself). A block of the largest cluster that has more keys takes them in several passes. Two blocks at
 // least: counted sends are for clusters of more than one.
 Plan plan_of(int64_t tiles) {

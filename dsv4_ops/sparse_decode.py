@@ -15,7 +15,7 @@ extra_indices,                                  own
 extra_lens
 attn_sink      fp32 or bf16   [H]               logit that joins the denominator only; None: no sink
 scale          float                            factor of ``q . key``
-lane           int                              workspace lane of Triton's partial results, -1: the ambient one
+lane           int                              workspace lane of scratch (``triton``, ``flashinfer``), -1: the ambient one
 backend        str                              who computes it: ``attention_backends``. "auto": this package, batch-invariant
 returns out    dtype of q     [T, H, 512]       contiguous
 returns lse    fp32           [T, H]            natural log of the sum of ``exp(scale * q . key)``, without the sink

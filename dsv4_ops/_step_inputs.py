@@ -67,20 +67,23 @@ class InputBlock:
             end += -(-specs[i].nbytes(size) // ALIGNMENT) * ALIGNMENT
         with torch.inference_mode(False):
             self.data = torch.empty(end // _WORD.itemsize, dtype=_WORD, device=device, pin_memory=pinned)
-            self.whole = [self._view(i, size) for i in range(len(specs))]
+            self.whole = self._tensors(size)
             for tensor, spec in zip(self.whole, self.specs, strict=True):
                 tensor.fill_(spec.pad)
 
-    def _view(self, i: int, size: int) -> torch.Tensor:
-        spec, offset = self.specs[i], self._offsets[i]
-        data = self.data.view(torch.uint8)[offset : offset + spec.nbytes(size)]
-        return data.view(spec.dtype).view(spec.full_shape(size))
+    @torch.inference_mode(False)
+    def _tensors(self, size: int) -> tuple[torch.Tensor, ...]:
+        """For a call of ``size`` units. They are no views: a compiled step would guard the size of what they view, and compile the largest size by itself."""
+        storage, device = self.data.untyped_storage(), self.data.device
+        return tuple(
+            torch.empty(0, dtype=spec.dtype, device=device).set_(storage, offset // spec.dtype.itemsize, spec.full_shape(size))  # type: ignore[call-overload]  # dense; the stub asks for strides
+            for spec, offset in zip(self.specs, self._offsets, strict=True)
+        )
 
     def part(self, size: int) -> BlockPart:
         """What a call of ``size`` units uses."""
-        tensors = tuple(whole[: size * spec.rows] if spec.rows else whole for whole, spec in zip(self.whole, self.specs, strict=True))
         end = max((offset + spec.nbytes(size) for offset, spec in zip(self._offsets, self.specs, strict=True)), default=0)
-        return BlockPart(tensors, self.data[: -(-end // _WORD.itemsize)])
+        return BlockPart(self._tensors(size), self.data[: -(-end // _WORD.itemsize)])
 
 
 class BlockPart(NamedTuple):

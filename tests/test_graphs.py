@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from dsv4_ops.errors import (
     ArgumentDeviceError,
@@ -108,6 +109,21 @@ def test_rows_are_counted_in_units(pool: GraphPool) -> None:
         step(torch.arange(6), torch.arange(1))
     with pytest.raises(ArgumentShapeError, match=r"lens must be of 3 rows, as many units as ids, got 2"):
         step(torch.arange(12), torch.arange(2))
+
+
+def test_a_compiled_step_compiles_once_for_its_sizes_and_once_for_one_row(manager: WorkspaceManager) -> None:
+    def add(ids: torch.Tensor, x: torch.Tensor, flag: torch.Tensor, wide: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return x.sum(1) + ids + flag + wide.float().sum((1, 2)) + table.sum()
+
+    counter = CompileCounter()
+    inputs = {"ids": StepInput(I64), "x": StepInput(F32, (COLUMNS,)), "flag": StepInput(torch.bool), "wide": StepInput(torch.bfloat16, (2, 3)), "table": StepInput(I64, (5, 2), rows=0)}
+    pool = GraphPool("cpu", manager=manager)
+    step = pool.step("sum", torch.compile(add, backend=counter, fullgraph=True, dynamic=True), inputs, sizes=(1, 2, 4, 8))
+    pool.capture()
+    assert counter.frame_count == 2
+    some = (torch.arange(3), torch.randn(3, COLUMNS), torch.arange(3) > 0, torch.randn(3, 2, 3).bfloat16(), torch.ones(5, 2, dtype=I64))
+    torch.testing.assert_close(step(*some).read()[:3], add(*some))
+    assert counter.frame_count == 2
 
 
 def test_a_step_without_rows_has_one_size(pool: GraphPool) -> None:

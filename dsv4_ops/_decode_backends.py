@@ -109,9 +109,15 @@ def _pages(cache: torch.Tensor) -> Pages:
 
 def device_arch(device: torch.device) -> tuple[int, int] | None:
     """Compute capability; None for a device that is no CUDA device, or where there is none."""
-    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+    if device.type != "cuda" or torch.version.cuda is None or not (torch.cuda.is_initialized() or torch.cuda.is_available()):
         return None
-    return torch.cuda.get_device_capability(device)
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.lru_cache(maxsize=64)
+def _capability(index: int) -> tuple[int, int]:
+    """Asked once: each eager call comes by here."""
+    return torch.cuda.get_device_capability(index)
 
 
 # ---- gates -----------------------------------------------------------------------------------------------------------

@@ -34,6 +34,12 @@ def chosen_by(variable: str) -> Callable[[object], bool]:
     return lambda value: not allowed or str(value) in allowed
 
 
+def newest(kept: Path, topic: str) -> Path:
+    """The file in the folder ``kept`` that has the newest run of a topic: a part, until a whole run takes its place."""
+    part = kept / f"{topic}-part.json"
+    return part if part.exists() else kept / f"{topic}.json"
+
+
 def allowed_s(otherwise: float) -> float:
     """Seconds after which a topic should begin nothing new: four fifths of what ``benchmarks.record`` lets it take, so that it ends by itself; ``otherwise`` by hand."""
     return 0.8 * float(os.environ["TOPIC_SECONDS"]) if "TOPIC_SECONDS" in os.environ else otherwise

@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsv4_ops
-from benchmarks import attention
+from benchmarks import attention, results
 from dsv4_ops import SparseMLADecode, _decode_backends, _flashinfer, _flashmla, sparse_decode, sparse_mla_decode
 from dsv4_ops._decode_backends import BACKENDS, DecodeShape, Faster, Pages, fastest, requirements
 from dsv4_ops.errors import ArgumentError, UnsupportedError
@@ -200,8 +200,7 @@ def test_fastest_by_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200"
-RECORDED = next(path for name in ("attention-part", "attention") if (path := RESULTS / f"{name}.json").exists())
-"""A part is the newer one: a whole run removes it."""
+RECORDED = results.newest(RESULTS, "attention")
 NAMES = {"dsv4_ops": "auto", attention.TRITON: "triton", attention.BACK_END: "flashmla"}
 
 

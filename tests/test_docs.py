@@ -17,6 +17,7 @@ from torch.utils import _pytree
 
 import dsv4_ops
 import dsv4_ops.passes
+from benchmarks import results
 from dsv4_ops import _registry, doctor, graphs, reference
 from dsv4_ops.__main__ import main
 from dsv4_ops.testing import replay
@@ -374,7 +375,7 @@ def test_signature_is_that_of_the_source() -> None:
 def test_version_table_is_what_ci_and_the_recorded_results_have() -> None:
     rows = re.findall(r"^\| (2\.\d+) \| ([^|]*) \| ([^|]*) \|", README.read_text(), re.M)
     dev, ci = (ROOT / "dev.py").read_text(), (ROOT / ".ci" / "run").read_text()
-    recorded = json.loads(next((ROOT / "benchmarks" / "results" / "h200").glob("tests*.json")).read_text())["env"]
+    recorded = json.loads(results.newest(ROOT / "benchmarks" / "results" / "h200", "tests").read_text())["env"]
     newest, oldest, gpu = rows
     assert (newest[1], oldest[1]) == ("CPU", "CPU")
     assert f'CPU_TORCH = ("torch=={newest[0]}.' in dev

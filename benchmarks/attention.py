@@ -247,10 +247,10 @@ class Bench:
 
 
 def cells_of(rows: list[dict[str, Any]]) -> dict[tuple[int, int], dict[int, dict[str, float]]]:
-    """(heads, columns) -> tokens -> microseconds of ``auto``, of Triton's kernels and of the FlashMLA back end, where measured and right."""
+    """(heads, columns) -> tokens -> microseconds of ``auto`` and of the FlashMLA back end, where measured and right."""
     cells: dict[tuple[int, int], dict[int, dict[str, float]]] = {}
     for row in rows:
-        if row["op"] == "sparse_mla_decode" and row["provider"] in ("dsv4_ops", TRITON, BACK_END) and row.get("ok") and "us_p50" in row:
+        if row["op"] == "sparse_mla_decode" and row["provider"] in ("dsv4_ops", BACK_END) and row.get("ok") and "us_p50" in row:
             p = row["params"]
             cells.setdefault((p["heads"], p["width"] + p["records"]), {}).setdefault(p["tokens"], {})[row["provider"]] = row["us_p50"]
     return cells

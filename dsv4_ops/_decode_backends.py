@@ -165,7 +165,7 @@ def _triton_needs(shape: DecodeShape, arch: tuple[int, int] | None, lse: bool) -
 
 
 def _cuda_needs(shape: DecodeShape, arch: tuple[int, int] | None, lse: bool) -> list[Requirement]:
-    there = torch._C._dispatch_has_kernel_for_dispatch_key(CLUSTER_KERNEL, "CUDA")
+    there = _registry._has_kernel(CLUSTER_KERNEL, "CUDA")
     found = "loaded" if there else _registry.skipped.get("_C_cuda", "built from other sources, without this kernel")
     rows = [
         _architecture(arch, "sm_90 to sm_11x (clusters of blocks, 227 KB of shared memory each)", arch is not None and (9, 0) <= arch < (12, 0)),

@@ -68,10 +68,9 @@ def test_who_serves_cuda_calls() -> None:
     assert SPARSE_MLA_DECODE.chosen(*sample.args, **sample.kwargs) == _decode_backends.ours("triton", _decode_backends.DecodeShape(8, BF16, 128, _decode_backends.Pages(), 512, _decode_backends.Pages(U8, 16, 16 * 584)), torch.cuda.get_device_capability())
 
 
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_a_first_call_may_be_a_captured_one(backend: str) -> None:
     """What the CUDA kernels ask of a device once, they can ask inside a capture; Triton's compile before it."""
-    if backend == "triton":
-        pytest.skip("compiles at its first call")
     code = """
 import torch
 from dsv4_ops import sparse_mla_decode
